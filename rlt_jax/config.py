@@ -1,0 +1,120 @@
+"""Every setting an operator may choose, validated once, with its default in one table.  No jax here."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from rlt_jax.errors import InvalidConfig
+
+
+class KVLayoutKind(enum.Enum):
+    """How a token's KV of several depths is kept (DESIGN: depth-aware KV)."""
+
+    LAST_EXITED = "last_exited"
+    SHARED = "shared"
+
+
+DTYPES = ("bfloat16", "float32")
+ATTENTION_CHOICES = ("auto", "reference", "triton")
+MAX_STOP_IDS = 16  # stop ids and EOS ids of one request together; a compiled width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.  None means: chosen from the platform or the checkpoint, and reported.
+
+    Attributes (units in the names; defaults for GPU / CPU where they differ):
+        dtype: "bfloat16" or "float32" (float32 computes at full matmul precision).
+        kv_layout: LAST_EXITED keeps one KV plane per depth, SHARED keeps one, always its last write.
+        slots: live requests at once; 32 / 8.
+        page_size: positions per KV page; 64 / 16.
+        prefill_chunk: prompt positions per prefill program at most; 512 / 64.
+        max_context: positions a request may use, prompt and output together; None: min(model, 4096 / 1024).
+        kv_pages: pages in the pool; None: from free memory on a GPU, slots at full context on a CPU.
+        memory_fraction: share of the device's memory that the engine may use.
+        round_ticks: ticks per dispatched round at most; 4 from 32 slots up, else 8.
+        attention: implementation of paged attention; "auto" picks the best that fits and says why.
+        max_waiting: requests that may wait at once; None is unlimited (offline), the server sets a limit.
+        compilation_cache: keep compiled programs on disk between starts.
+    """
+
+    dtype: str = "bfloat16"
+    kv_layout: KVLayoutKind = KVLayoutKind.LAST_EXITED
+    slots: int | None = None
+    page_size: int | None = None
+    prefill_chunk: int | None = None
+    max_context: int | None = None
+    kv_pages: int | None = None
+    memory_fraction: float = 0.92
+    round_ticks: int | None = None
+    attention: str = "auto"
+    max_waiting: int | None = None
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        if not isinstance(self.kv_layout, KVLayoutKind):
+            raise InvalidConfig(f"kv_layout must be a KVLayoutKind, found {self.kv_layout!r}")
+        if self.attention not in ATTENTION_CHOICES:
+            raise InvalidConfig(f"attention must be one of {', '.join(ATTENTION_CHOICES)}, found {self.attention!r}")
+        limits = {
+            "slots": (1, 4096),
+            "page_size": (1, 1024),
+            "prefill_chunk": (1, 16384),
+            "max_context": (2, 1 << 20),
+            "kv_pages": (1, 1 << 24),
+            "round_ticks": (1, 64),
+            "max_waiting": (1, 1 << 20),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise InvalidConfig(f"{name} must be an integer in [{low}, {high}], found {value!r}")
+        fraction = self.memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.05 <= fraction <= 0.98:
+            raise InvalidConfig(f"memory_fraction must be in [0.05, 0.98], found {fraction!r}")
+
+    def resolved(self, *, platform: str, max_positions: int) -> EngineConfig:
+        """Fill the platform's defaults in.  `platform` is jax's name: "gpu" or "cpu"."""
+        defaults = PLATFORM_DEFAULTS["gpu" if platform == "gpu" else "cpu"]
+        slots = self.slots or defaults["slots"]
+        context = self.max_context or min(max_positions, defaults["max_context"])
+        if context > max_positions:
+            raise InvalidConfig(f"max_context={context} exceeds the model's max_position_embeddings={max_positions}")
+        return dataclasses.replace(
+            self,
+            slots=slots,
+            page_size=self.page_size or defaults["page_size"],
+            prefill_chunk=min(self.prefill_chunk or defaults["prefill_chunk"], context),
+            max_context=context,
+            round_ticks=self.round_ticks or (4 if slots >= 32 else 8),
+        )
+
+
+PLATFORM_DEFAULTS: dict[str, dict[str, int]] = {
+    "gpu": {"slots": 32, "page_size": 64, "prefill_chunk": 512, "max_context": 4096},
+    "cpu": {"slots": 8, "page_size": 16, "prefill_chunk": 64, "max_context": 1024},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestDefaults:
+    """What a request gets for the parameters it leaves out; from the checkpoint, shown by GetServerInfo."""
+
+    exit_policy: str
+    exit_threshold: float
+    min_loops: int
+    max_loops: int
+    prefill_loops: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

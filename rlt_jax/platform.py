@@ -1,0 +1,46 @@
+"""Process-wide JAX settings that must be made before or right after JAX starts."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import jax
+
+from rlt_jax.errors import InvalidConfig
+
+
+def reserve_memory(fraction: float) -> None:
+    """Let XLA take this share of the device's memory.  Must run before the first use of a device.
+
+    An operator's own XLA_PYTHON_CLIENT_MEM_FRACTION wins.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept between starts: $RLT_JAX_CACHE_DIR, else under the user's cache folder."""
+    explicit = os.environ.get("RLT_JAX_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "rlt_jax" / "xla"
+
+
+def enable_compilation_cache() -> Path:
+    """Keep compiled programs on disk.  The folder is private: JAX trusts what it finds there.
+
+    Raises:
+        InvalidConfig: the folder exists and others may write to it.
+    """
+    folder = cache_directory()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o022:
+        raise InvalidConfig(f"compilation cache {folder} has mode {mode:o}; others can write to it: chmod 700 it")
+    folder.chmod(0o700)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder

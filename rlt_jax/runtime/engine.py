@@ -1,0 +1,413 @@
+"""Life of a request, from text to text: the object that servers, notebooks and benchmarks drive.
+
+    prepare (checks, tokenises; any thread) -> add -> step, step, ... -> RequestOutputs
+
+One thread calls everything but `prepare` and the info methods.  `step` keeps up to two rounds on the device: it plans
+and dispatches, then waits for the oldest round and turns its events into outputs.  It forbids tracing and implicit
+transfers to itself, so a compile while serving is an error, not a pause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform as host_platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import rlt_jax
+from rlt_jax.config import EngineConfig, RequestDefaults
+from rlt_jax.errors import EngineDead
+from rlt_jax.exits import POLICY_NAMES, POLICY_NEEDS_SCORE
+from rlt_jax.kvcache.layout import KVLayout
+from rlt_jax.kvcache.pages import PageAllocator
+from rlt_jax.models.checkpoint import LoadedCheckpoint, load_checkpoint
+from rlt_jax.platform import enable_compilation_cache, reserve_memory
+from rlt_jax.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
+from rlt_jax.runtime.runner import MAX_IN_FLIGHT, Runner
+from rlt_jax.runtime.scheduler import Delivery, Scheduler, SchedulerLimits
+from rlt_jax.text import OutputText
+from rlt_jax.validation import check_prompt, resolve_params
+
+log = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_RESETS = 3  # device failures without one good round in between: the device is taken for broken
+
+
+@dataclasses.dataclass
+class _Delivered:
+    """What a live request has received so far."""
+
+    text: OutputText | None
+    tokens: int = 0
+    decode_loops: int = 0
+
+
+class LLMEngine:
+    """A loaded model and the machinery to serve it.
+
+    Args:
+        model: a directory in Hugging Face layout, a repo id, an already loaded checkpoint, or None (bundled model).
+        config: settings; None fields are chosen from the platform and the checkpoint.
+        progress: show loading progress on stderr.
+
+    Raises:
+        CheckpointError, InvalidConfig, NotImplementedError: with the field, the value and the limit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedCheckpoint | None = None,
+        config: EngineConfig | None = None,
+        *,
+        progress: bool = False,
+    ) -> None:
+        config = config or EngineConfig()
+        reserve_memory(config.memory_fraction)
+        if config.compilation_cache:
+            enable_compilation_cache()
+        device = jax.devices()[0]
+        if isinstance(model, LoadedCheckpoint):
+            self.loaded = model
+        else:
+            self.loaded = load_checkpoint(model, dtype=config.dtype, device=device, progress=progress)
+        spec = self.loaded.model.spec
+        self.config = config.resolved(platform=device.platform, max_positions=spec.max_positions)
+        self.defaults = _request_defaults(self.loaded)
+        self._device = device
+        self._layout = KVLayout.create(
+            self.config.kv_layout,
+            max_loops=spec.max_loops,
+            page_size=self.config.page_size or 1,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            num_layers=spec.num_layers,
+            dtype_bytes=jnp.dtype(self.config.dtype).itemsize,
+        )
+        self._runner = Runner(
+            self.loaded.model,
+            self.loaded.params,
+            self.config,
+            self._layout,
+            eos_token_ids=self.loaded.eos_token_ids,
+            device=device,
+            parameter_bytes=self.loaded.parameter_bytes,
+        )
+        self._pages = PageAllocator(self._runner.memory_plan.pages)
+        self._scheduler = Scheduler(
+            SchedulerLimits(
+                slots=self.config.slots or 1,
+                prefill_chunk=self.config.prefill_chunk or 1,
+                round_ticks=self.config.round_ticks or 1,
+                max_waiting=self.config.max_waiting,
+            ),
+            self._layout,
+            self._pages,
+        )
+        self._delivered: dict[Request, _Delivered] = {}
+        self._ended: list[RequestOutput] = []  # outputs of requests that ended outside a round
+        self._resets_in_a_row = 0
+        self._dead: str | None = None
+        self._counters = dict.fromkeys(("rounds", "ticks", "idle_rows", "generated_tokens", "resets"), 0)
+        self._started = time.monotonic()
+        log.info("%s: %s", self._runner.attention.op, f"{self._runner.attention.chosen} ({self._runner.attention.reason})")
+        log.info("memory plan: %s", self._runner.memory_plan.as_dict())
+        log.info("%d programs compiled in %.1f s", self._runner.compiled_programs, self._runner.compile_seconds)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Request:
+        """Check and tokenise a request without queueing it.  Changes nothing; any thread may call it.
+
+        Raises:
+            InvalidRequest: naming the field, the value and the limit.
+        """
+        from rlt_jax.errors import InvalidRequest
+
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequest("request_id", f"must be a non-empty string, found {request_id!r}")
+        tokenizer = self.loaded.tokenizer
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("prompt", "is empty; at least 1 token is needed")
+            if tokenizer is None:
+                raise InvalidRequest("prompt", "is text, but the model has no tokenizer; give token ids")
+            prompt = tokenizer.encode(prompt)
+        spec, context = self.loaded.model.spec, self.config.max_context or 1
+        tokens = check_prompt(prompt, vocab_size=spec.vocab_size, max_context=context)
+        resolved = resolve_params(
+            params or SamplingParams(),
+            prompt_tokens=len(tokens),
+            spec=spec,
+            defaults=self.defaults,
+            eos_token_ids=self.loaded.eos_token_ids,
+            max_context=context,
+            max_capacity=self._pages.total_pages * self._layout.page_size,
+            has_tokenizer=tokenizer is not None,
+        )
+        return Request(request_id, tokens, resolved)
+
+    def add(self, request: Request) -> None:
+        """Queue a prepared request.
+
+        Raises:
+            InvalidRequest: its id is in use by a live request.
+            QueueFull: max_waiting requests wait already.
+            EngineDead: the device failed for good.
+        """
+        if self._dead:
+            raise EngineDead(self._dead)
+        self._scheduler.submit(request)
+        tokenizer = self.loaded.tokenizer
+        text = OutputText(tokenizer, request.params.stop) if tokenizer is not None else None
+        self._delivered[request] = _Delivered(text)
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Request:
+        """`prepare` and `add` in one."""
+        request = self.prepare(request_id, prompt, params)
+        self.add(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request.  Its slot and pages are free at once; its last output comes from the next `step`."""
+        request = self._scheduler.find(request_id)
+        if request is None or not self._scheduler.end(request):
+            return False
+        self._ended.append(self._last_output(request, FinishReason.ABORT))
+        return True
+
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to deliver."""
+        return bool(self._scheduler.has_plannable_work() or self._runner.in_flight or self._ended)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and dispatch what can run, wait for the oldest round, and return what is new.
+
+        Raises:
+            EngineDead: the device stays broken; every live request has received its error from the step before.
+        """
+        if self._dead:
+            if self._ended:
+                ended, self._ended = self._ended, []
+                return ended
+            raise EngineDead(self._dead)
+        with jax.no_tracing(), jax.transfer_guard("disallow"):
+            outputs = self._step()
+        ended, self._ended = self._ended, []
+        return outputs + ended
+
+    def _step(self) -> list[RequestOutput]:
+        try:
+            while self._runner.in_flight < MAX_IN_FLIGHT and self._scheduler.has_plannable_work():
+                self._dispatch()
+            if not self._runner.in_flight:
+                self._scheduler.check()
+                return []
+            plan, events = self._runner.collect()
+        except Exception as error:  # whatever broke, the pool's contents can no longer be trusted
+            self._recover(error)
+            return []
+        self._resets_in_a_row = 0
+        self._counters["rounds"] += 1
+        self._counters["ticks"] += events.ticks
+        self._counters["idle_rows"] += events.idle_rows
+        outputs = [out for d in self._scheduler.apply(plan, events) if (out := self._deliver(d)) is not None]
+        if not self._scheduler.has_live() and not self._runner.in_flight:
+            self._scheduler.check()
+        return outputs
+
+    def _dispatch(self) -> None:
+        """One plan to the device.  A host fault rolls the plan back and is retried once; nobody notices."""
+        plan = self._scheduler.plan()
+        try:
+            self._runner.dispatch(plan)
+        except Exception as error:
+            log.warning("dispatch of round %d failed, trying once more: %s", plan.number, error)
+            self._scheduler.rollback(plan)
+            self._runner.dispatch(self._scheduler.plan())
+
+    def _recover(self, error: Exception) -> None:
+        """The device state is lost: requests in a slot fail, the others go on with a fresh pool."""
+        log.error("device failure, starting over with a fresh pool", exc_info=error)
+        reason = f"the device failed while this request was running: {type(error).__name__}: {error}"
+        for request in self._scheduler.fail_running():
+            self._ended.append(self._last_output(request, None, error=reason))
+        self._counters["resets"] += 1
+        self._resets_in_a_row += 1
+        try:
+            if self._resets_in_a_row >= MAX_CONSECUTIVE_RESETS:
+                raise EngineDead(f"{self._resets_in_a_row} device failures in a row")
+            self._runner.reset()
+        except Exception as second:
+            self._dead = f"the device did not recover: {type(second).__name__}: {second} (first: {error})"
+            log.critical(self._dead)
+            for request in self._scheduler.fail_waiting():
+                self._ended.append(self._last_output(request, None, error=self._dead))
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def _deliver(self, delivery: Delivery) -> RequestOutput | None:
+        """Turn tokens into an output: text, stop strings, usage.  Tokens past a stop string are dropped, unbilled."""
+        request, finish = delivery.request, delivery.finish
+        state = self._delivered[request]
+        stop_match: int | str | None = None
+        kept, text = len(delivery.tokens), ""
+        for i, token in enumerate(delivery.tokens):
+            ends_by_id = finish is FinishReason.STOP and i == len(delivery.tokens) - 1
+            if ends_by_id:
+                stop_match = token  # an EOS or stop id stays in token_ids and out of the text
+                break
+            if state.text is None:
+                continue
+            step = state.text.push(token)
+            text += step.delta
+            if step.stop_match is not None:
+                kept, stop_match = i + 1, step.stop_match
+                if finish is None:
+                    self._scheduler.end(request)
+                finish = FinishReason.STOP
+                break
+        tokens, depths = delivery.tokens[:kept], delivery.depths[:kept]
+        state.decode_loops += sum(depths if state.tokens else depths[1:])
+        state.tokens += kept
+        self._counters["generated_tokens"] += kept
+        if finish is None:
+            return RequestOutput(
+                request_id=request.request_id,
+                token_ids=tokens,
+                exit_depths=depths,
+                logprobs=delivery.logprobs[:kept],
+                text=None if state.text is None else text,
+            )
+        if state.text is not None and not isinstance(stop_match, str):
+            text += state.text.finish()
+        last = self._last_output(request, finish, flush=False)
+        return dataclasses.replace(
+            last,
+            token_ids=tokens,
+            exit_depths=depths,
+            logprobs=delivery.logprobs[:kept],
+            text=None if state.text is None else text,
+            stop_match=stop_match,
+        )
+
+    def _last_output(
+        self, request: Request, finish: FinishReason | None, *, error: str | None = None, flush: bool = True
+    ) -> RequestOutput:
+        """The output that ends a request; forgets the request."""
+        state = self._delivered.pop(request)
+        p, prompt = request.params, len(request.prompt_token_ids)
+        text = None if state.text is None else state.text.finish() if flush else ""
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=(),
+            exit_depths=(),
+            logprobs=(),
+            text=text,
+            finish_reason=finish,
+            error=error,
+            usage=Usage(
+                prompt_tokens=prompt,
+                completion_tokens=state.tokens,
+                prompt_loops=prompt * p.prefill_loops,
+                decode_loops=state.decode_loops,
+                full_depth_loops=max(0, state.tokens - 1) * p.max_loops,
+            ),
+        )
+
+    # -- information --------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges of now.  pages and slots in use are zero when nothing is live."""
+        return {
+            "waiting": self._scheduler.waiting,
+            "running": self._scheduler.running,
+            "free_slots": self._scheduler.free_slots,
+            "pages_total": self._pages.total_pages,
+            "pages_free": self._pages.free_pages,
+            **self._counters,
+        }
+
+    def model_info(self) -> dict[str, Any]:
+        """Facts about the model, JSON-able."""
+        spec = self.loaded.model.spec
+        policies = [n for n in POLICY_NAMES if POLICY_NEEDS_SCORE.get(n, "") in ("", *spec.exit_scores)]
+        return {
+            "name": self.loaded.name,
+            "model_type": spec.model_type,
+            "vocab_size": spec.vocab_size,
+            "max_context": self.config.max_context,
+            "trained_loops": spec.trained_loops,
+            "max_loops": spec.max_loops,
+            "kv_planes": self._layout.planes,
+            "kv_bytes_per_token": self._layout.bytes_per_position,
+            "exit_scores": list(spec.exit_scores),
+            "exit_policies": policies,
+            "eos_token_ids": list(self.loaded.eos_token_ids),
+            "has_tokenizer": self.loaded.tokenizer is not None,
+            "parameters": self.loaded.parameter_count,
+            "dtype": self.config.dtype,
+        }
+
+    def server_info(self) -> dict[str, Any]:
+        """How this engine runs, JSON-able: versions, choices and why, memory, buckets, defaults."""
+        c = self.config
+        return {
+            "versions": {
+                "rlt_jax": rlt_jax.__version__,
+                "jax": jax.__version__,
+                "python": host_platform.python_version(),
+            },
+            "platform": self._device.platform,
+            "device_kind": self._device.device_kind,
+            "devices": jax.device_count(),
+            "kv_layout": c.kv_layout.value,
+            "slots": c.slots,
+            "page_size": c.page_size,
+            "prefill_chunk": c.prefill_chunk,
+            "prefill_buckets": list(self._runner.prefill_buckets),
+            "round_ticks": c.round_ticks,
+            "max_waiting": c.max_waiting,
+            "implementations": [dataclasses.asdict(self._runner.attention)],
+            "memory_plan": self._runner.memory_plan.as_dict(),
+            "defaults": self.defaults.as_dict(),
+            "compiled_programs": self._runner.compiled_programs,
+            "compile_seconds": self._runner.compile_seconds,
+            "uptime_seconds": time.monotonic() - self._started,
+        }
+
+    def close(self) -> None:
+        """Give the device memory back.  The engine is dead afterwards."""
+        self._dead = "the engine was closed"
+        self._runner.close()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _request_defaults(loaded: LoadedCheckpoint) -> RequestDefaults:
+    """DESIGN's table of defaults, filled from the checkpoint."""
+    spec, generation = loaded.model.spec, loaded.generation
+    return RequestDefaults(
+        exit_policy="gate" if "gate" in spec.exit_scores else "fixed",
+        exit_threshold=spec.exit_threshold,
+        min_loops=min(2, spec.max_loops),
+        max_loops=spec.max_loops,
+        prefill_loops=spec.trained_loops,
+        temperature=generation.temperature,
+        top_k=generation.top_k,
+        top_p=generation.top_p,
+        min_p=generation.min_p,
+    )

@@ -1,0 +1,284 @@
+"""The device programs: pure functions over (params, kv, slots), compiled once at start, with donated state.
+
+    bind      put one request into its slot
+    release   free the slots of cancelled requests
+    prefill   one chunk of one prompt through all its loops (one program per chunk bucket)
+    decode    up to N ticks; N is a traced scalar
+
+A tick:   core pass over all slots, each at its own (position, depth), writing and reading its own KV plane
+          -> exit test -> head and sampling for the rows that leave -> their next token enters at depth 0.
+Nothing is read by the host inside a round.  Decode rows and chunk rows never share a matmul: the row count of a product
+may change its rounding, and a request's bits must not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlt_jax.exits import exit_test, fresh_exit_state
+from rlt_jax.kvcache.layout import KVLayout
+from rlt_jax.kvcache.pool import KVPool, empty_pool, write_rows
+from rlt_jax.models.spec import Attend, LoopedModel, Params
+from rlt_jax.ops.paged_attention.api import paged_attention
+from rlt_jax.runtime.slots import NO_TOKEN, Phase, SlotState, apply_bind, empty_slots
+from rlt_jax.sampling import sample
+
+FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Events:
+    """What a round did, for the host.  `pack` makes one int32 array of it: one transfer per round."""
+
+    ticks: Any  # [] i32, ticks run
+    idle_rows: Any  # [] i32, rows x ticks that had nothing to run in the core pass
+    token: Any  # [N, S] i32, NO_TOKEN where nothing was sampled
+    depth: Any  # [N, S] i32, exit depth of the token, one-based
+    logprob: Any  # [N, S] f32
+    finish: Any  # [N, S] i32, FINISH_*
+
+    @staticmethod
+    def empty(max_ticks: int, slots: int) -> Events:
+        zeros = jnp.zeros((max_ticks, slots), jnp.int32)
+        return Events(
+            ticks=jnp.int32(0),
+            idle_rows=jnp.int32(0),
+            token=jnp.full((max_ticks, slots), NO_TOKEN, jnp.int32),
+            depth=zeros,
+            logprob=jnp.zeros((max_ticks, slots), jnp.float32),
+            finish=zeros,
+        )
+
+    def pack(self, slots: SlotState) -> jax.Array:
+        """[4 N + 5, S] i32: token, depth, logprob bits, finish of each tick; ticks, idle rows, phase, position, depth."""
+        bits = lax.bitcast_convert_type(self.logprob, jnp.int32)
+        counters = [jnp.full((slots.slots,), n, jnp.int32) for n in (self.ticks, self.idle_rows)]
+        tail = jnp.stack([*counters, slots.phase, slots.position, slots.depth])
+        return jnp.concatenate([self.token, self.depth, bits, self.finish, tail])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The pure functions of one server configuration; everything static is a field here."""
+
+    model: LoopedModel
+    layout: KVLayout
+    dtype: Any
+    slots: int
+    max_context: int
+    pages_per_slot: int
+    pages: int
+    max_ticks: int
+    attention: str  # implementation of paged attention
+
+    def make_state(self) -> tuple[KVPool, SlotState]:
+        """Fresh pool and slots; used at start and after a device failure."""
+        kv = empty_pool(self.layout, self.pages, self.dtype)
+        hidden = self.model.spec.hidden_size
+        return kv, empty_slots(self.slots, self.max_context, self.pages_per_slot, hidden, self.dtype)
+
+    def bind(self, slots: SlotState, words: jax.Array) -> SlotState:
+        """DONATES slots."""
+        return apply_bind(slots, words)
+
+    def release(self, slots: SlotState, mask: jax.Array) -> SlotState:
+        """Free the slots in mask [S] bool: they compute nothing from here on.  DONATES slots."""
+        return dataclasses.replace(slots, phase=jnp.where(mask, Phase.FREE, slots.phase))
+
+    def prefill(
+        self, params: Params, kv: KVPool, slots: SlotState, chunk: jax.Array, *, bucket: int
+    ) -> tuple[KVPool, SlotState]:
+        """Run prompt positions [start, start + count) of one slot through all its prefill loops.
+
+        DONATES kv and slots.  `chunk` is [4] i32: slot, start, count <= bucket, last (0 or 1).  After the last chunk the
+        slot is in READOUT at the last prompt position.
+        """
+        slot, start, count, last = chunk[0], chunk[1], chunk[2], chunk[3]
+        index = jnp.arange(bucket, dtype=jnp.int32)
+        valid = index < count
+        position = start + index
+        tokens = slots.given_tokens[slot, jnp.minimum(position, self.max_context - 1)]
+        table = slots.table[slot]
+        address = self._address(jnp.broadcast_to(table, (bucket, table.shape[0])), position, valid)
+        loops = slots.prefill_loops[slot]
+
+        def attend_at(depth: jax.Array) -> Attend:
+            plane = self.layout.plane(depth)
+            # only the last loop's entry is final: it fills the deeper planes as well
+            planes_to = jnp.where(depth + 1 >= loops, self.layout.planes, plane + 1)
+            planes = (jnp.full((bucket,), plane), jnp.full((bucket,), planes_to))
+
+            def attend(kv: KVPool, layer: int, q: Any, k: Any, v: Any) -> tuple[KVPool, jax.Array]:
+                kv = self._write(kv, layer, k, v, address, planes)
+                where = jnp.where(valid, position, -1)[None]
+                out = self._attend(kv, layer, q[None], table[None], where, plane[None])
+                return kv, out[0]
+
+            return attend
+
+        x = self.model.embed(params, tokens)
+        injected, kv = self.model.prelude(params, x, position, kv, attend_at(jnp.int32(0)))
+        state = self.model.initial_state(params, injected)
+
+        def loop(depth: jax.Array, carry: tuple[jax.Array, KVPool]) -> tuple[jax.Array, KVPool]:
+            state, kv = carry
+            return self.model.core(params, state, injected, position, kv, attend_at(depth))
+
+        state, kv = lax.fori_loop(0, loops, loop, (state, kv))
+        final = lax.dynamic_index_in_dim(state, count - 1, axis=0, keepdims=False)
+
+        def put(rows: jax.Array, value: Any) -> jax.Array:
+            return rows.at[slot].set(jnp.asarray(value, rows.dtype))
+
+        return kv, dataclasses.replace(
+            slots,
+            phase=put(slots.phase, jnp.where(last != 0, Phase.READOUT, Phase.FREE)),
+            position=put(slots.position, start + count - 1),
+            depth=put(slots.depth, loops),
+            hidden=put(slots.hidden, final),
+        )
+
+    def decode(self, params: Params, kv: KVPool, slots: SlotState, plan: jax.Array) -> tuple[KVPool, SlotState, Any]:
+        """Run up to plan[0] ticks.  DONATES kv and slots; returns them and the packed Events.
+
+        `plan` is [2] i32: ticks <= max_ticks, and 1 to end the round as soon as a slot finishes (requests wait).
+        The round also ends when no slot can run.
+        """
+
+        def more(carry: tuple[Events, KVPool, SlotState]) -> jax.Array:
+            events, _, slots = carry
+            runnable = (slots.phase == Phase.CORE) | (slots.phase == Phase.READOUT) | self._can_enter(slots)
+            ended = (plan[1] != 0) & (events.finish != FINISH_NONE).any()
+            return (events.ticks < plan[0]) & runnable.any() & ~ended
+
+        def tick(carry: tuple[Events, KVPool, SlotState]) -> tuple[Events, KVPool, SlotState]:
+            events, kv, slots = carry
+            idle = jnp.sum(slots.phase != Phase.CORE, dtype=jnp.int32)
+            kv, slots = self._core_stage(params, kv, slots)
+            events, kv, slots = lax.cond(
+                (slots.phase == Phase.READOUT).any(),
+                lambda args: self._readout_stage(params, *args),
+                lambda args: args,
+                (events, kv, slots),
+            )
+            kv, slots = self._enter_stage(params, kv, slots)
+            events = dataclasses.replace(events, ticks=events.ticks + 1, idle_rows=events.idle_rows + idle)
+            return events, kv, slots
+
+        events, kv, slots = lax.while_loop(more, tick, (Events.empty(self.max_ticks, self.slots), kv, slots))
+        return kv, slots, events.pack(slots)
+
+    def _core_stage(self, params: Params, kv: KVPool, slots: SlotState) -> tuple[KVPool, SlotState]:
+        """One loop for every row in CORE, then the exit test.  Leaving rows go to READOUT, or on to a forced token."""
+        active = slots.phase == Phase.CORE
+        depth = jnp.where(active, slots.depth, 0)
+        attend = self._slot_attend(slots, active, self.layout.plane(depth))
+        state, kv = self.model.core(params, slots.hidden, None, slots.position, kv, attend)
+        done = slots.depth + active
+        forced = slots.position < slots.forced_end
+        row = jnp.arange(self.slots, dtype=jnp.int32)
+        trace = slots.given_depths[row, slots.position].astype(jnp.int32)
+        given = jnp.where(forced, slots.prefill_loops, trace)
+        score = self.model.exit_score(params, state)
+        exit_state, leaves = exit_test(slots.exit_state, slots.exit_params, done, score, given)
+        leaves &= active
+        stays_forced = leaves & (slots.position + 1 < slots.forced_end)
+        position = slots.position + stays_forced
+        following = slots.given_tokens[row, jnp.minimum(position, self.max_context - 1)]
+        phase = jnp.where(leaves, jnp.where(stays_forced, Phase.ENTER, Phase.READOUT), slots.phase)
+        return kv, dataclasses.replace(
+            slots,
+            phase=phase.astype(jnp.int32),
+            position=position,
+            depth=done,
+            token=jnp.where(stays_forced, following, slots.token),
+            hidden=jnp.where(active[:, None], state, slots.hidden),
+            exit_state=jax.tree.map(lambda new, old: jnp.where(active, new, old), exit_state, slots.exit_state),
+        )
+
+    def _readout_stage(
+        self, params: Params, events: Events, kv: KVPool, slots: SlotState
+    ) -> tuple[Events, KVPool, SlotState]:
+        """Coda, head and sampling for the rows in READOUT; the head runs on all slots, so shapes never vary."""
+        live = slots.phase == Phase.READOUT
+        attend = self._slot_attend(slots, live, jnp.zeros_like(slots.depth))
+        hidden, kv = self.model.readout(params, slots.hidden, slots.position, kv, attend)
+        logits = self.model.head(params, hidden)
+        token, logprob = sample(logits, slots.sampler, slots.output_index, live)
+        stopped = (slots.stop_ids == token[:, None]).any(-1)
+        finish = jnp.where(stopped, FINISH_STOP, jnp.where(slots.remaining <= 1, FINISH_LENGTH, FINISH_NONE))
+        phase = jnp.where(finish == FINISH_NONE, Phase.ENTER, Phase.FREE)
+
+        def record(log: jax.Array, value: jax.Array, empty: Any) -> jax.Array:
+            return log.at[events.ticks].set(jnp.where(live, value, empty).astype(log.dtype))
+
+        events = dataclasses.replace(
+            events,
+            token=record(events.token, token, NO_TOKEN),
+            depth=record(events.depth, slots.depth, 0),
+            logprob=record(events.logprob, logprob, 0.0),
+            finish=record(events.finish, finish, FINISH_NONE),
+        )
+        slots = dataclasses.replace(
+            slots,
+            phase=jnp.where(live, phase, slots.phase).astype(jnp.int32),
+            token=jnp.where(live, token, slots.token),
+            position=slots.position + live,
+            remaining=slots.remaining - live,
+            output_index=slots.output_index + live,
+        )
+        return events, kv, slots
+
+    def _enter_stage(self, params: Params, kv: KVPool, slots: SlotState) -> tuple[KVPool, SlotState]:
+        """Prelude for the rows in ENTER that own their page: they stand at depth 0 for the next tick."""
+        enters = self._can_enter(slots)
+        attend = self._slot_attend(slots, enters, jnp.zeros_like(slots.depth))
+        injected, kv = self.model.prelude(
+            params, self.model.embed(params, slots.token), slots.position, kv, attend
+        )
+        state = self.model.initial_state(params, injected)
+        fresh = fresh_exit_state(self.slots)
+        return kv, dataclasses.replace(
+            slots,
+            phase=jnp.where(enters, Phase.CORE, slots.phase).astype(jnp.int32),
+            depth=jnp.where(enters, 0, slots.depth),
+            hidden=jnp.where(enters[:, None], state, slots.hidden),
+            exit_state=jax.tree.map(lambda new, old: jnp.where(enters, new, old), fresh, slots.exit_state),
+        )
+
+    def _can_enter(self, slots: SlotState) -> jax.Array:
+        stalled = slots.position // self.layout.page_size >= slots.pages_owned
+        return (slots.phase == Phase.ENTER) & ~stalled
+
+    def _slot_attend(self, slots: SlotState, active: jax.Array, plane: jax.Array) -> Attend:
+        """`attend` for one query per slot; inactive rows write nothing and see nothing."""
+        address = self._address(slots.table, slots.position, active)
+        where = jnp.where(active, slots.position, -1)[:, None]
+        planes = (plane, jnp.full_like(plane, self.layout.planes))
+
+        def attend(kv: KVPool, layer: int, q: Any, k: Any, v: Any) -> tuple[KVPool, jax.Array]:
+            kv = self._write(kv, layer, k, v, address, planes)
+            return kv, self._attend(kv, layer, q[:, None], slots.table, where, plane)[:, 0]
+
+        return attend
+
+    def _address(self, table: jax.Array, position: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(page, offset) per row; an inactive row's page is out of range, so that its write is dropped."""
+        slot_page = jnp.minimum(position // self.layout.page_size, table.shape[1] - 1)
+        page = jnp.take_along_axis(table, slot_page[:, None], axis=1)[:, 0]
+        return jnp.where(active, page, self.pages), position % self.layout.page_size
+
+    def _write(self, kv: KVPool, layer: int, k: Any, v: Any, address: Any, planes: Any) -> KVPool:
+        page, offset = address
+        return write_rows(kv, layer, k, v, page=page, offset=offset, planes_from=planes[0], planes_to=planes[1])
+
+    def _attend(self, kv: KVPool, layer: int, q: Any, table: Any, positions: Any, planes: Any) -> jax.Array:
+        return paged_attention(
+            q, kv.k[layer], kv.v[layer], table, positions, planes, implementation=self.attention
+        )
