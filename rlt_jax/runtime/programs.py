@@ -180,7 +180,7 @@ class Programs:
         depth = jnp.where(active, slots.depth, 0)
         attend = self._slot_attend(slots, active, self.layout.plane(depth))
         state, kv = self.model.core(params, slots.hidden, None, slots.position, kv, attend)
-        done = slots.depth + active
+        done = slots.depth + active.astype(jnp.int32)
         forced = slots.position < slots.forced_end
         row = jnp.arange(self.slots, dtype=jnp.int32)
         trace = slots.given_depths[row, slots.position].astype(jnp.int32)
@@ -189,7 +189,7 @@ class Programs:
         exit_state, leaves = exit_test(slots.exit_state, slots.exit_params, done, score, given)
         leaves &= active
         stays_forced = leaves & (slots.position + 1 < slots.forced_end)
-        position = slots.position + stays_forced
+        position = slots.position + stays_forced.astype(jnp.int32)
         following = slots.given_tokens[row, jnp.minimum(position, self.max_context - 1)]
         phase = jnp.where(leaves, jnp.where(stays_forced, Phase.ENTER, Phase.READOUT), slots.phase)
         return kv, dataclasses.replace(
@@ -207,6 +207,7 @@ class Programs:
     ) -> tuple[Events, KVPool, SlotState]:
         """Coda, head and sampling for the rows in READOUT; the head runs on all slots, so shapes never vary."""
         live = slots.phase == Phase.READOUT
+        one = live.astype(jnp.int32)
         attend = self._slot_attend(slots, live, jnp.zeros_like(slots.depth))
         hidden, kv = self.model.readout(params, slots.hidden, slots.position, kv, attend)
         logits = self.model.head(params, hidden)
@@ -229,9 +230,9 @@ class Programs:
             slots,
             phase=jnp.where(live, phase, slots.phase).astype(jnp.int32),
             token=jnp.where(live, token, slots.token),
-            position=slots.position + live,
-            remaining=slots.remaining - live,
-            output_index=slots.output_index + live,
+            position=slots.position + one,
+            remaining=slots.remaining - one,
+            output_index=slots.output_index + one,
         )
         return events, kv, slots
 

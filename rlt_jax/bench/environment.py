@@ -1,0 +1,51 @@
+"""What a result depends on: machine, versions, a hash of the source, and the copy bandwidth of the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PACKAGE = Path(__file__).resolve().parents[1]
+REFERENCE_COPY_TB_S = 4.28  # device copy of an H200, read + write; the floor uses at least this
+VALID_COPY_TB_S = 4.1  # an H200 that copies slower than this is not fit to measure on
+
+
+def source_hash() -> str:
+    """SHA-256 over the package's Python files: names and contents, in order.  Ties a result to the code that made it."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def environment() -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "device_count": jax.device_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "backend": device.client.platform_version.split("\n")[0],
+    }
+
+
+def copy_tb_s(gigabytes: float = 4.0, repeats: int = 9) -> float:
+    """Median device copy bandwidth in TB/s, bytes read plus bytes written; random data."""
+    device = jax.devices()[0]
+    elements = int(gigabytes * 1e9 / 4) if device.platform == "gpu" else 1 << 22
+    source = jax.jit(lambda key: jax.random.bits(key, (elements,), jnp.uint32))(jax.random.key(0))
+    copy = jax.jit(jnp.copy)
+    times = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        copy(source).block_until_ready()
+        times.append(time.perf_counter() - began)
+    return 2 * elements * 4 / statistics.median(times[2:]) / 1e12
