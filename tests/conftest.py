@@ -16,6 +16,9 @@ TESTS = Path(__file__).resolve().parent
 # `[rows, width] * [width]` is how every norm and bias here is written.)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Compiled programs are shared by the test processes and kept between runs, in a folder that git ignores.
+os.environ.setdefault("RLT_JAX_CACHE_DIR", str(TESTS.parent / ".pytest_cache" / "xla"))
+
 # Programs under test compile while an example runs, so no time limit per example; the same examples every time, so
 # that a failure in one run is a failure in the next.  HYPOTHESIS_PROFILE=thorough looks for new ones.
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, database=None)

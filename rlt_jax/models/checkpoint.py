@@ -8,8 +8,8 @@
     chat_template.jinja            chat template, wins over the one above      optional
 
 Memory: parameters are built one at a time in a buffer of their final shape and dtype, straight from the mapped file,
-and handed to the device.  On a GPU the buffer is freed again; on a CPU it becomes the parameter.  So the host never holds a
-second copy of more than one parameter.
+and handed to the device.  On a GPU the buffer is freed again; on a CPU it becomes the parameter.  So the host never
+holds a second copy of more than one parameter.
 """
 
 from __future__ import annotations

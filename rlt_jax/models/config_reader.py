@@ -31,11 +31,18 @@ _MAX_INT = 2**31 - 1  # every size and id travels as int32 on the device
 _MAX_FLOAT = sys.float_info.max  # JSON also has integers that no float can hold
 
 
+def _short(value: Any) -> str:
+    """repr for an error message, cut: a list with one entry per layer says nothing in full."""
+    if isinstance(value, list) and len(value) > 4:
+        return f"[{value[0]!r:.40}, {value[1]!r:.40}, …] ({len(value)} entries)"
+    return f"{value!r:.120}"
+
+
 def read_token_ids(value: Any, where: str) -> tuple[int, ...]:
     """An id, a list of ids, or None as a tuple without repeats.  `where` names file and field in the error."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= _MAX_INT for i in ids):
-        raise CheckpointError(f"{where} must be a token id, a list of token ids, or null, found {value!r:.120}")
+        raise CheckpointError(f"{where} must be a token id, a list of token ids, or null, found {_short(value)}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -59,7 +66,7 @@ class ConfigReader:
         return default if value is None and default is not _MISSING else value
 
     def _bad(self, field: str, expected: str, found: Any) -> CheckpointError:
-        return CheckpointError(f"config.json: field '{field}' must be {expected}, found {found!r:.120}")
+        return CheckpointError(f"config.json: field '{field}' must be {expected}, found {_short(found)}")
 
     def positive_int(self, field: str, default: Any = _MISSING) -> int:
         value = self._get(field, default)
@@ -88,7 +95,8 @@ class ConfigReader:
         """A field of which we support certain values alone."""
         value = self._get(field, default)
         if not any(type(value) is type(a) and value == a for a in allowed):
-            raise self._bad(field, f"one of {list(allowed)!r} (the values rlt_jax supports)", value)
+            expected = ", ".join(map(_short, allowed))
+            raise self._bad(field, f"one of {expected} (the values rlt_jax supports)", value)
         return value
 
     def divides(self, small_field: str, small: int, big_field: str, big: int) -> None:
