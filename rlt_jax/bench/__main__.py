@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     through.add_argument("--form", default="all", choices=("steady", "peer", "closed", "all"))
     through.add_argument("--clients", type=_numbers, default=[1, 8], help="comma-separated counts of streams")
     through.add_argument("--prompt", type=int, default=64, help="tokens in")
-    through.add_argument("--outputs", type=int, default=32, help="tokens out, at most 128 with a trace")
+    through.add_argument("--outputs", type=_numbers, default=[32], help="tokens out, at most 128 with a trace")
     through.add_argument("--depth", default="both", choices=("fixed", "trace", "both"))
     first = commands.add_parser("first-token", parents=[common], help="latency of a lone prompt's first token")
     first.add_argument("--prompt", type=_numbers, default=[64], help="comma-separated prompt lengths")
@@ -94,11 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             add(measure.first_token(loaded, prompt, **settings))
     else:
         trace = workload.read_trace()
-        depths = {"fixed": [None], "trace": [trace], "both": [None, trace]}[args.depth]
+        choices: dict[str, list[Any]] = {"fixed": [None], "trace": [trace], "both": [None, trace]}
+        depths = choices[args.depth]
+        forms = ("steady", "peer", "closed") if args.form == "all" else (args.form,)
         for clients in args.clients:
-            for form in ("steady", "peer", "closed") if args.form == "all" else (args.form,):
-                for depth in depths:
-                    add(measure.throughput(loaded, form, clients, args.prompt, args.outputs, depth, **settings))
+            engine = measure.make_engine(loaded, slots=clients, positions=args.prompt + max(args.outputs), **settings)
+            measure.warm(engine, args.prompt, max(args.outputs))
+            for outputs in args.outputs:
+                for form in forms:
+                    for depth in depths:
+                        add(measure.throughput(engine, form, clients, args.prompt, outputs, depth))
+            engine.close()
     valid = env["platform"] != "gpu" or "H200" not in env["device_kind"] or bandwidth >= VALID_COPY_TB_S
     document = {
         "schema_version": SCHEMA_VERSION,

@@ -81,7 +81,7 @@ def _drain(engine: LLMEngine, line: Timeline) -> None:
         line.step(engine)
 
 
-def _warm(engine: LLMEngine, prompt: int, outputs: int) -> None:
+def warm(engine: LLMEngine, prompt: int, outputs: int) -> None:
     """Run every program a few times: XLA captures its graphs on the second and third execution."""
     line = Timeline()
     for i in range(3):
@@ -96,7 +96,7 @@ def tick(loaded: LoadedCheckpoint, slots: int, context: int, copy_tb_s: float, *
     outputs = ticks_wanted // loops + 24 + slots // 8
     engine = make_engine(loaded, slots=slots, positions=context + outputs, **settings)
     line = Timeline()
-    _warm(engine, context, outputs)
+    warm(engine, context, outputs)
     for i in range(slots):
         _submit(engine, line, i, {"prompt": context, "outputs": outputs, "trace": None})
     while len(line.arrivals) < slots:
@@ -135,7 +135,7 @@ def tick(loaded: LoadedCheckpoint, slots: int, context: int, copy_tb_s: float, *
 def first_token(loaded: LoadedCheckpoint, prompt: int, repeats: int = 7, **settings: Any) -> dict[str, Any]:
     """Time from add_request to the first output of a lone prompt, through the engine."""
     engine = make_engine(loaded, slots=settings.pop("slots", 1), positions=prompt + 16, **settings)
-    _warm(engine, prompt, 16)
+    warm(engine, prompt, 16)
     times, compiles = [], WATCH.compiles
     for i in range(repeats):
         line = Timeline()
@@ -156,22 +156,14 @@ def first_token(loaded: LoadedCheckpoint, prompt: int, repeats: int = 7, **setti
 
 
 def throughput(
-    loaded: LoadedCheckpoint,
-    form: str,
-    clients: int,
-    prompt: int,
-    outputs: int,
-    trace: list[list[int]] | None,
-    **settings: Any,
+    engine: LLMEngine, form: str, clients: int, prompt: int, outputs: int, trace: list[list[int]] | None
 ) -> dict[str, Any]:
-    """Output tokens per second in one of three forms.
+    """Output tokens per second of a warm engine with as many slots as clients, in one of three forms.
 
     steady  C requests at once; from the last first token to the first finish: every slot is busy all the time
     peer    C requests at once; decode only: from the last first token until all are drained
     closed  2C requests by C clients, each sending its next as the last ends; prefill and drain included
     """
-    engine = make_engine(loaded, slots=clients, positions=prompt + outputs, **settings)
-    _warm(engine, prompt, outputs)
     line, args = Timeline(), {"prompt": prompt, "outputs": outputs, "trace": trace}
     total = 2 * clients if form == "closed" else clients
     before, compiles = engine.stats(), WATCH.compiles
@@ -187,7 +179,6 @@ def throughput(
     ended = time.perf_counter()
     after = engine.stats()
     compiled = WATCH.compiles - compiles
-    engine.close()
     start = began if form == "closed" else max(a[0] for a in line.arrivals.values())
     stop = min(line.finished.values()) if form == "steady" else ended
     counted = sum(sum(start < t <= stop for t in a) for a in line.arrivals.values())

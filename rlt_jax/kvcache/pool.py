@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlt_jax.kvcache.layout import KVLayout
+from rlt_jax.ops.kv_write.api import kv_write
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +45,7 @@ def write_rows(
     offset: jax.Array,
     planes_from: jax.Array,
     planes_to: jax.Array,
+    implementation: str = "reference",
 ) -> KVPool:
     """Store one entry per row in planes [planes_from, planes_to) of its page slot.  DONATES pool.
 
@@ -54,16 +56,10 @@ def write_rows(
         planes_from, planes_to: [B] int32.  Writing through to the deeper planes finalises an exit in advance: a later
             loop overwrites them, so after an exit at e the planes >= e hold loop e - 1's entry, as LAST_EXITED asks.
     """
-    planes = pool.k[layer].shape[1]
-    plane = jnp.arange(planes, dtype=jnp.int32)[None, :]
-    wanted = (plane >= planes_from[:, None]) & (plane < planes_to[:, None])
-    plane = jnp.where(wanted, plane, planes)  # out of range: dropped by the scatter
-
-    def put(array: jax.Array, rows: jax.Array) -> jax.Array:
-        rows = jnp.broadcast_to(rows[:, None], (rows.shape[0], planes, *rows.shape[1:])).astype(array.dtype)
-        return array.at[page[:, None], plane, :, offset[:, None], :].set(rows, mode="drop", unique_indices=False)
-
+    new_k, new_v = kv_write(
+        pool.k[layer], pool.v[layer], k, v, page, offset, planes_from, planes_to, implementation=implementation
+    )
     return KVPool(
-        k=(*pool.k[:layer], put(pool.k[layer], k), *pool.k[layer + 1 :]),
-        v=(*pool.v[:layer], put(pool.v[layer], v), *pool.v[layer + 1 :]),
+        k=(*pool.k[:layer], new_k, *pool.k[layer + 1 :]),
+        v=(*pool.v[:layer], new_v, *pool.v[layer + 1 :]),
     )

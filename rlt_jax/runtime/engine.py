@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 import rlt_jax
 from rlt_jax.config import EngineConfig, RequestDefaults
-from rlt_jax.errors import EngineDead
+from rlt_jax.errors import EngineDead, InvalidRequest
 from rlt_jax.exits import POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
@@ -115,7 +115,8 @@ class LLMEngine:
         self._dead: str | None = None
         self._counters = dict.fromkeys(("rounds", "ticks", "idle_rows", "generated_tokens", "resets"), 0)
         self._started = time.monotonic()
-        log.info("%s: %s", self._runner.attention.op, f"{self._runner.attention.chosen} ({self._runner.attention.reason})")
+        for choice in self._runner.implementations:
+            log.info("%s: %s (%s)", choice.op, choice.chosen, choice.reason)
         log.info("memory plan: %s", self._runner.memory_plan.as_dict())
         log.info("%d programs compiled in %.1f s", self._runner.compiled_programs, self._runner.compile_seconds)
 
@@ -127,8 +128,6 @@ class LLMEngine:
         Raises:
             InvalidRequest: naming the field, the value and the limit.
         """
-        from rlt_jax.errors import InvalidRequest
-
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequest("request_id", f"must be a non-empty string, found {request_id!r}")
         tokenizer = self.loaded.tokenizer
@@ -377,7 +376,7 @@ class LLMEngine:
             "prefill_buckets": list(self._runner.prefill_buckets),
             "round_ticks": c.round_ticks,
             "max_waiting": c.max_waiting,
-            "implementations": [dataclasses.asdict(self._runner.attention)],
+            "implementations": [dataclasses.asdict(c) for c in self._runner.implementations],
             "memory_plan": self._runner.memory_plan.as_dict(),
             "defaults": self.defaults.as_dict(),
             "compiled_programs": self._runner.compiled_programs,

@@ -1,14 +1,19 @@
-"""The device programs: pure functions over (params, kv, slots), compiled once at start, with donated state.
+"""The device programs: pure functions over (params, kv, slots, round), compiled once at start, with donated state.
 
     bind      put one request into its slot
-    release   free the slots of cancelled requests
     prefill   one chunk of one prompt through all its loops (one program per chunk bucket)
+    begin     free the slots of cancelled requests, set the round's plan, clear its events
     decode    up to N ticks; N is a traced scalar
+    report    pack the round's events for the host
 
 A tick:   core pass over all slots, each at its own (position, depth), writing and reading its own KV plane
           -> exit test -> head and sampling for the rows that leave -> their next token enters at depth 0.
 Nothing is read by the host inside a round.  Decode rows and chunk rows never share a matmul: the row count of a product
 may change its rounding, and a request's bits must not depend on its neighbours.
+
+`decode` takes and returns donated state alone, so every buffer it touches keeps its address from round to round: its CUDA
+graph is replayed, not updated, which would cost milliseconds.  That is why the plan goes in and the events come out
+through two tiny programs of their own.
 """
 
 from __future__ import annotations
@@ -45,14 +50,16 @@ class Events:
 
     @staticmethod
     def empty(max_ticks: int, slots: int) -> Events:
-        zeros = jnp.zeros((max_ticks, slots), jnp.int32)
+        def zeros() -> jax.Array:  # an array of its own each: state is donated leaf by leaf
+            return jnp.zeros((max_ticks, slots), jnp.int32)
+
         return Events(
             ticks=jnp.int32(0),
             idle_rows=jnp.int32(0),
             token=jnp.full((max_ticks, slots), NO_TOKEN, jnp.int32),
-            depth=zeros,
+            depth=zeros(),
             logprob=jnp.zeros((max_ticks, slots), jnp.float32),
-            finish=zeros,
+            finish=zeros(),
         )
 
     def pack(self, slots: SlotState) -> jax.Array:
@@ -61,6 +68,16 @@ class Events:
         counters = [jnp.full((slots.slots,), n, jnp.int32) for n in (self.ticks, self.idle_rows)]
         tail = jnp.stack([*counters, slots.phase, slots.position, slots.depth])
         return jnp.concatenate([self.token, self.depth, bits, self.finish, tail])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundState:
+    """What one round is told and what it answers.  Donated through every program."""
+
+    ticks: Any  # [] i32, ticks to run at most, <= max_ticks
+    end_early: Any  # [] i32, 1: end as soon as a slot finishes, because requests wait
+    events: Events
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,21 +92,34 @@ class Programs:
     pages_per_slot: int
     pages: int
     max_ticks: int
-    attention: str  # implementation of paged attention
+    attention: str  # implementation of paged_attention
+    kv_write: str  # implementation of kv_write
 
-    def make_state(self) -> tuple[KVPool, SlotState]:
-        """Fresh pool and slots; used at start and after a device failure."""
+    def make_state(self) -> tuple[KVPool, SlotState, RoundState]:
+        """Fresh pool, slots and round; used at start and after a device failure."""
         kv = empty_pool(self.layout, self.pages, self.dtype)
         hidden = self.model.spec.hidden_size
-        return kv, empty_slots(self.slots, self.max_context, self.pages_per_slot, hidden, self.dtype)
+        slots = empty_slots(self.slots, self.max_context, self.pages_per_slot, hidden, self.dtype)
+        events = Events.empty(self.max_ticks, self.slots)
+        return kv, slots, RoundState(ticks=jnp.int32(0), end_early=jnp.int32(0), events=events)
 
     def bind(self, slots: SlotState, words: jax.Array) -> SlotState:
         """DONATES slots."""
         return apply_bind(slots, words)
 
-    def release(self, slots: SlotState, mask: jax.Array) -> SlotState:
-        """Free the slots in mask [S] bool: they compute nothing from here on.  DONATES slots."""
-        return dataclasses.replace(slots, phase=jnp.where(mask, Phase.FREE, slots.phase))
+    def begin(self, slots: SlotState, round_: RoundState, words: jax.Array) -> tuple[SlotState, RoundState]:
+        """Start a round.  DONATES slots and round_.
+
+        `words` is [2 + S] i32: ticks, end_early, and 1 for each slot to free: those compute nothing from here on.
+        """
+        freed = words[2:] != 0
+        slots = dataclasses.replace(slots, phase=jnp.where(freed, Phase.FREE, slots.phase).astype(jnp.int32))
+        events = Events.empty(self.max_ticks, self.slots)
+        return slots, RoundState(ticks=words[0], end_early=words[1], events=events)
+
+    def report(self, slots: SlotState, round_: RoundState) -> jax.Array:
+        """The round's packed Events.  Donates nothing."""
+        return round_.events.pack(slots)
 
     def prefill(
         self, params: Params, kv: KVPool, slots: SlotState, chunk: jax.Array, *, bucket: int
@@ -144,18 +174,19 @@ class Programs:
             hidden=put(slots.hidden, final),
         )
 
-    def decode(self, params: Params, kv: KVPool, slots: SlotState, plan: jax.Array) -> tuple[KVPool, SlotState, Any]:
-        """Run up to plan[0] ticks.  DONATES kv and slots; returns them and the packed Events.
+    def decode(
+        self, params: Params, kv: KVPool, slots: SlotState, round_: RoundState
+    ) -> tuple[KVPool, SlotState, RoundState]:
+        """Run up to round_.ticks ticks.  DONATES kv, slots and round_.
 
-        `plan` is [2] i32: ticks <= max_ticks, and 1 to end the round as soon as a slot finishes (requests wait).
-        The round also ends when no slot can run.
+        The round also ends when no slot can run, and, if end_early is set, as soon as a slot finishes.
         """
 
         def more(carry: tuple[Events, KVPool, SlotState]) -> jax.Array:
             events, _, slots = carry
             runnable = (slots.phase == Phase.CORE) | (slots.phase == Phase.READOUT) | self._can_enter(slots)
-            ended = (plan[1] != 0) & (events.finish != FINISH_NONE).any()
-            return (events.ticks < plan[0]) & runnable.any() & ~ended
+            ended = (round_.end_early != 0) & (events.finish != FINISH_NONE).any()
+            return (events.ticks < round_.ticks) & runnable.any() & ~ended
 
         def tick(carry: tuple[Events, KVPool, SlotState]) -> tuple[Events, KVPool, SlotState]:
             events, kv, slots = carry
@@ -171,8 +202,8 @@ class Programs:
             events = dataclasses.replace(events, ticks=events.ticks + 1, idle_rows=events.idle_rows + idle)
             return events, kv, slots
 
-        events, kv, slots = lax.while_loop(more, tick, (Events.empty(self.max_ticks, self.slots), kv, slots))
-        return kv, slots, events.pack(slots)
+        events, kv, slots = lax.while_loop(more, tick, (round_.events, kv, slots))
+        return kv, slots, dataclasses.replace(round_, events=events)
 
     def _core_stage(self, params: Params, kv: KVPool, slots: SlotState) -> tuple[KVPool, SlotState]:
         """One loop for every row in CORE, then the exit test.  Leaving rows go to READOUT, or on to a forced token."""
@@ -277,7 +308,17 @@ class Programs:
 
     def _write(self, kv: KVPool, layer: int, k: Any, v: Any, address: Any, planes: Any) -> KVPool:
         page, offset = address
-        return write_rows(kv, layer, k, v, page=page, offset=offset, planes_from=planes[0], planes_to=planes[1])
+        return write_rows(
+            kv,
+            layer,
+            k,
+            v,
+            page=page,
+            offset=offset,
+            planes_from=planes[0],
+            planes_to=planes[1],
+            implementation=self.kv_write,
+        )
 
     def _attend(self, kv: KVPool, layer: int, q: Any, table: Any, positions: Any, planes: Any) -> jax.Array:
         return paged_attention(

@@ -23,7 +23,9 @@ import numpy as np
 from rlt_jax.config import EngineConfig
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.models.spec import LoopedModel, Params
-from rlt_jax.ops.paged_attention.api import Choice, Requirement, choose
+from rlt_jax.ops.kv_write.api import choose_kv_write
+from rlt_jax.ops.paged_attention.api import choose_paged_attention
+from rlt_jax.ops.selection import Requirement
 from rlt_jax.runtime.memory import MemoryPlan, plan_memory
 from rlt_jax.runtime.plan import PrefillChunk, RoundEvents, RoundPlan, SlotBind
 from rlt_jax.runtime.programs import Programs
@@ -64,16 +66,17 @@ class Runner:
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         spec = model.spec
-        self.attention: Choice = choose(
-            config.attention,
-            Requirement(
-                platform=device.platform,
-                dtype=config.dtype,
-                heads=spec.num_heads,
-                kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                page_size=layout.page_size,
-            ),
+        need = Requirement(
+            platform=device.platform,
+            dtype=config.dtype,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=layout.page_size,
+        )
+        self.implementations = (
+            choose_paged_attention(config.attention, need),
+            choose_kv_write(config.attention, need),
         )
         self.prefill_buckets = () if layout.prompt_is_sequential else prefill_buckets(config.prefill_chunk or 1)
         self.memory_plan, self._programs = self._plan(model, parameter_bytes, ASSUMED_TEMP_BYTES)
@@ -89,7 +92,7 @@ class Runner:
             corrected = dataclasses.replace(corrected, pages=self.memory_plan.pages)
         self.memory_plan = corrected
         self.compile_seconds = time.perf_counter() - began
-        self._kv, self._slots = self._compiled["make_state"]()
+        self._kv, self._slots, self._round = self._compiled["make_state"]()
         jax.block_until_ready((self._kv, self._slots))
 
     def _plan(self, model: LoopedModel, parameter_bytes: int, temp_bytes: int) -> tuple[MemoryPlan, Programs]:
@@ -114,7 +117,8 @@ class Runner:
             pages_per_slot=layout.pages_for(context),
             pages=plan.pages,
             max_ticks=config.round_ticks or 1,
-            attention=self.attention.chosen,
+            attention=self.implementations[0].chosen,
+            kv_write=self.implementations[1].chosen,
         )
 
     # -- compiling ----------------------------------------------------------------------------------------------------
@@ -129,8 +133,10 @@ class Runner:
         previous = threading.stack_size(_COMPILE_STACK_BYTES)
         try:
             with concurrent.futures.ThreadPoolExecutor(max_workers=len(lowered)) as pool:
-                options = compiler_options(self._device.platform)
-                jobs = {n: pool.submit(low.compile, compiler_options=options) for n, low in lowered.items()}
+                jobs = {
+                    name: pool.submit(low.compile, compiler_options=compiler_options(name, self._device.platform))
+                    for name, low in lowered.items()
+                }
                 return {name: job.result() for name, job in jobs.items()}
         finally:
             threading.stack_size(previous)
@@ -143,18 +149,20 @@ class Runner:
 
     def dispatch(self, plan: RoundPlan) -> None:
         """Send a round to the device; returns at once.  Everything before the ticks may be sent again safely."""
-        if plan.releases:
-            mask = np.zeros(self._programs.slots, np.bool_)
-            mask[list(plan.releases)] = True
-            self._slots = self._run("release", self._slots, self._put(mask))
+        # binds come after the releases of the same plan, and begin would free a slot that was just bound anew
+        rebound = {bind.slot for bind in plan.binds}
         for bind in plan.binds:
             self._slots = self._run("bind", self._slots, self._put(self._pack(bind)))
         for chunk in plan.chunks:
             where = np.array([chunk.slot, chunk.start, chunk.count, chunk.last], np.int32)
             name = f"prefill_{self._bucket(chunk)}"
             self._kv, self._slots = self._run(name, self._params, self._kv, self._slots, self._put(where))
-        ticks = np.array([plan.ticks, plan.end_early], np.int32)
-        self._kv, self._slots, packed = self._run("decode", self._params, self._kv, self._slots, self._put(ticks))
+        words = np.zeros(2 + self._programs.slots, np.int32)
+        words[:2] = plan.ticks, plan.end_early
+        words[[2 + slot for slot in plan.releases if slot not in rebound]] = 1
+        self._slots, self._round = self._run("begin", self._slots, self._round, self._put(words))
+        self._kv, self._slots, self._round = self._run("decode", self._params, self._kv, self._slots, self._round)
+        packed = self._run("report", self._slots, self._round)
         with jax.transfer_guard_device_to_host("allow"):  # meant: the round's one transfer, started early
             packed.copy_to_host_async()
         self._in_flight.append(_InFlight(plan, packed))
@@ -170,14 +178,14 @@ class Runner:
     def reset(self) -> None:
         """Start over after a device failure: drop the rounds in flight and every old array, then make new state."""
         self._in_flight.clear()
-        self._kv = self._slots = None  # before the new pool is made: two would not fit
-        self._kv, self._slots = self._compiled["make_state"]()
+        self._kv = self._slots = self._round = None  # before the new pool is made: two would not fit
+        self._kv, self._slots, self._round = self._compiled["make_state"]()
         jax.block_until_ready((self._kv, self._slots))
 
     def close(self) -> None:
         """Give the device memory back.  The runner is dead afterwards."""
         self._in_flight.clear()
-        self._kv = self._slots = self._params = None
+        self._kv = self._slots = self._round = self._params = None
         self._compiled = {}
 
     def _run(self, name: str, *args: Any) -> Any:
@@ -209,12 +217,19 @@ def prefill_buckets(prefill_chunk: int) -> tuple[int, ...]:
     return (*below, prefill_chunk)
 
 
-def compiler_options(platform: str) -> dict[str, Any]:
-    """XLA options of every program.  An unknown name raises at compile time, so this list is per platform."""
+def compiler_options(program: str, platform: str) -> dict[str, Any]:
+    """XLA options of one program.  An unknown name raises at compile time, so they are per platform."""
     if platform != "gpu":
         return {}
-    # without this a `lax.cond` in the tick keeps XLA from forming CUDA graphs around it
-    return {"xla_gpu_graph_min_graph_size": 1}
+    if program.startswith("prefill"):
+        # a graph would have to be updated for every chunk's own argument; kernels are long enough to launch one by one
+        return {"xla_gpu_enable_command_buffer": ""}
+    # the whole round, loop and conditions included, becomes one CUDA graph: without WHILE and CONDITIONAL the host reads
+    # each predicate back and launches every tick's kernels itself (docs/performance.md has the figures)
+    return {
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
+    }
 
 
 def lower_programs(
@@ -223,17 +238,17 @@ def lower_programs(
     """Lower every program for the given sharding.  `params` may be arrays or ShapeDtypeStructs.
 
     Returns:
-        name -> jax.stages.Lowered: make_state, bind, release, decode and one prefill_<bucket> each.
+        name -> jax.stages.Lowered: make_state, bind, begin, decode, report and one prefill_<bucket> each.
     """
 
     def struct(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def argument(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    def argument(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
     weights = jax.tree.map(struct, params)
-    kv, slots = jax.tree.map(struct, jax.eval_shape(programs.make_state))
+    kv, slots, round_ = jax.tree.map(struct, jax.eval_shape(programs.make_state))
     words = argument(bind_words(programs.max_context, programs.pages_per_slot))
 
     def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
@@ -242,8 +257,9 @@ def lower_programs(
     lowered = {
         "make_state": jax.jit(programs.make_state, out_shardings=sharding).lower(),
         "bind": lower(programs.bind, slots, words, donate=(0,)),
-        "release": lower(programs.release, slots, argument(programs.slots, dtype=jnp.bool_), donate=(0,)),
-        "decode": lower(programs.decode, weights, kv, slots, argument(2), donate=(1, 2)),
+        "begin": lower(programs.begin, slots, round_, argument(2 + programs.slots), donate=(0, 1)),
+        "decode": lower(programs.decode, weights, kv, slots, round_, donate=(1, 2, 3)),
+        "report": lower(programs.report, slots, round_),
     }
     for bucket in buckets:
 

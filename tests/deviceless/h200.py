@@ -69,13 +69,13 @@ def compile_for_h200(programs: Programs, params: Any, buckets: tuple[int, ...], 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = lower_programs(programs, params, buckets, sharding)
         for name in names:
-            reports[name] = _report(lowered[name])
+            reports[name] = _report(name, lowered[name])
     return reports
 
 
-def _report(lowered: Any) -> Report:
+def _report(name: str, lowered: Any) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, **compiler_options("gpu")}
+        options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, **compiler_options(name, "gpu")}
         compiled = lowered.compile(compiler_options=options)
         plan = "".join(p.read_text() for p in pathlib.Path(folder).glob("*thunk_sequence.txt"))
     memory = compiled.memory_analysis()

@@ -16,6 +16,7 @@ import pytest
 
 from rlt_jax.models.registry import model_from_config
 from rlt_jax.models.spec import LoopedModel, TensorSource
+from tests.oracle import OuroOracle, Policy
 from tests.oracle.checkpoint import read_tensors
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "ouro_tiny"
@@ -186,3 +187,29 @@ def test_greedy_full_depth(model: LoopedModel, params, golden: dict[str, np.ndar
     actual = np.asarray(model.head(params, states[-1, :, -16:]))
     close(actual, golden["greedy_full_logits"])
     np.testing.assert_array_equal(actual.argmax(-1), golden["greedy_full_ids"])
+
+
+def test_grouped_heads_equal_the_oracle(tmp_path: Path) -> None:
+    """Two KV heads for four query heads, which the fixture does not have: the joined q, k, v rows are split right."""
+    config = json.loads((FIXTURE / "config.json").read_text()) | {"num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = read_tensors(FIXTURE)
+    for name in [n for n in tensors if ".k_proj." in n or ".v_proj." in n]:
+        tensors[name] = tensors[name][:32]
+    grouped = model_from_config(config)
+    loaded = jax.tree.map(lambda s: jnp.asarray(np.concatenate([tensors[n] for n in s.names])), grouped.sources())
+    prompt = [5, 77, 200, 13, 13, 90]
+
+    def attend(kv: tuple, layer: int, q: jax.Array, k: jax.Array, v: jax.Array):
+        assert (q.shape[1], k.shape[1], v.shape[1]) == (4, 2, 2)
+        k, v = jnp.repeat(k, 2, axis=1), jnp.repeat(v, 2, axis=1)
+        score = jnp.einsum("thd,shd->hts", q, k, precision="highest") / 4
+        score = jnp.where(np.tril(np.ones((6, 6), bool)), score, -1e30)
+        return kv, jnp.einsum("hts,shd->thd", jax.nn.softmax(score, axis=-1), v, precision="highest")
+
+    state = grouped.embed(loaded, jnp.asarray(prompt))
+    for _ in range(4):
+        state, _ = grouped.core(loaded, state, state, jnp.arange(6, dtype=jnp.int32), (), attend)
+    truth = OuroOracle(tmp_path, tensors=tensors)
+    along = truth.run(prompt[:1], 6, Policy(name="fixed"), tokens=[*prompt[1:], 0], depths=[4] * 6)
+    close(grouped.head(loaded, state), np.asarray([s.logits for s in along]))

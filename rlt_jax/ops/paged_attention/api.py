@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
-import jax
 from jaxtyping import Array, Float, Int
 
 from rlt_jax.ops.paged_attention.reference import paged_attention_reference
-
-Implementation = Callable[..., jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Requirement:
-    """What a server needs from paged attention; implementations answer whether they can."""
-
-    platform: str  # jax's name: "gpu", "cpu"
-    dtype: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The implementation that runs, and why; shown once in the log and in GetServerInfo."""
-
-    op: str
-    chosen: str
-    reason: str
-
+from rlt_jax.ops.selection import Choice, Requirement, choose, power_of_two
 
 def paged_attention(
     q: Float[Array, "B T H D"],
@@ -40,7 +13,7 @@ def paged_attention(
     v_pool: Float[Array, "P N K page D"],
     table: Int[Array, "B MP"],
     positions: Int[Array, "B T"],
-    planes: Int[Array, "B"],
+    planes: Int[Array, " B"],
     *,
     implementation: str = "reference",
 ) -> Float[Array, "B T H D"]:
@@ -52,7 +25,7 @@ def paged_attention(
 
     Args:
         table: page ids; entries past a row's last page must be valid ids (0), never read for their content.
-        implementation: "reference" or "triton"; `choose` tells which one fits.
+        implementation: "reference" or "triton"; `choose_paged_attention` tells which one fits.
 
     Returns:
         Same shape and dtype as q; softmax in float32.
@@ -66,33 +39,18 @@ def paged_attention(
     raise ValueError(f"{implementation=} is not one of reference, triton")
 
 
-def _power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
-
-
 def triton_refusal(need: Requirement) -> str | None:
     """Why the Triton kernels cannot serve this, or None.  Their tiles are powers of two, held in registers."""
     group = need.heads // need.kv_heads
     checks = [
         (need.platform == "gpu", f"platform {need.platform} is not gpu"),
-        (_power_of_two(need.head_dim) and 16 <= need.head_dim <= 256, f"head_dim {need.head_dim} not 16..256, 2^n"),
-        (_power_of_two(need.page_size) and need.page_size >= 16, f"page_size {need.page_size} not 2^n >= 16"),
-        (_power_of_two(group) and group <= 8, f"{group} query heads per KV head is not 1, 2, 4 or 8"),
+        (power_of_two(need.head_dim) and 16 <= need.head_dim <= 256, f"head_dim {need.head_dim} not 16..256, 2^n"),
+        (power_of_two(need.page_size) and need.page_size >= 16, f"page_size {need.page_size} not 2^n >= 16"),
+        (group <= 8, f"{group} query heads per KV head are more than 8"),
     ]
     return next((reason for ok, reason in checks if not ok), None)
 
 
-def choose(requested: str, need: Requirement) -> Choice:
-    """Pick an implementation by what it can do.
-
-    Raises:
-        NotImplementedError: an explicit request that does not fit, naming the unmet requirement; never a silent switch.
-    """
-    refusal = triton_refusal(need)
-    if requested == "triton" and refusal:
-        raise NotImplementedError(f"attention=triton cannot serve this configuration: {refusal}")
-    if requested != "auto":
-        return Choice(op="paged_attention", chosen=requested, reason="requested")
-    if refusal is None:
-        return Choice(op="paged_attention", chosen="triton", reason="fastest that fits the platform and shapes")
-    return Choice(op="paged_attention", chosen="reference", reason=f"triton does not fit: {refusal}")
+def choose_paged_attention(requested: str, need: Requirement) -> Choice:
+    """See selection.choose."""
+    return choose("paged_attention", requested, triton_refusal(need))

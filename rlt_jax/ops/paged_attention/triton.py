@@ -24,6 +24,11 @@ from rlt_jax.ops.paged_attention.reference import MASKED
 
 LOG2E = math.log2(math.e)
 QUERY_TILE = 64
+DECODE_BLOCK = 64  # positions per step of the decode kernel, at most a page
+DECODE_WARPS = 8
+SPLIT_POSITIONS = 128  # keys per program when there are too few (row, head) pairs to fill the chip
+FULL_PROGRAMS = 4 * 132  # four per multiprocessor of an H200 hide the latency of page loads
+MERGE_SPLITS = 8  # splits joined per step
 
 
 def paged_attention_triton(
@@ -52,51 +57,127 @@ def _decode_kernel(
     q_ref,  # [1, 1, G, D] block
     k_ref,  # [P, N, K, page, D] whole
     v_ref,  # same
-    out_ref,  # [1, 1, G, D] block
-    *,
+    *out_refs,  # one split: [1, 1, G, D] block; several: whole [B, K, S, G, D] sums, [B, K, S, G] peaks and totals
     page: int,
+    block: int,
+    split: int | None,
     scale: float,
 ):
     row, head = pl.program_id(0), pl.program_id(1)
     plane, last = plane_ref[row], position_ref[row]
-    query = q_ref[0, 0, :, :].astype(jnp.float32) * scale  # [G, D]
-    group, dim = query.shape
+    group, dim = q_ref.shape[2:]
+    # one query at a time in two dimensions: a [G, block, D] product costs twice the registers and half the speed
+    queries = [q_ref[0, 0, g, :].astype(jnp.float32) * scale for g in range(group)]
+    blocks_per_page = page // block
 
     def step(i, carry):
-        acc, peak, total = carry  # [G, D], [G], [G]
-        page_id = table_ref[row, i]
-        keys = plt.load(k_ref.at[page_id, plane, head, :, :]).astype(jnp.float32)  # [page, D]
-        values = plt.load(v_ref.at[page_id, plane, head, :, :]).astype(jnp.float32)
-        scores = jnp.sum(query[:, None, :] * keys[None, :, :], axis=-1)  # [G, page]
-        seen = i * page + jnp.arange(page, dtype=jnp.int32) <= last
-        scores = jnp.where(seen[None, :], scores, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        shrink = jnp.exp2(peak - new_peak)
-        weight = jnp.exp2(scores - new_peak[:, None])
-        acc = acc * shrink[:, None] + jnp.sum(weight[:, :, None] * values[None, :, :], axis=1)
-        return acc, new_peak, total * shrink + jnp.sum(weight, axis=-1)
+        page_id = table_ref[row, lax.div(i, jnp.int32(blocks_per_page))]
+        inside = pl.ds(lax.rem(i, jnp.int32(blocks_per_page)) * block, block)
+        keys = plt.load(k_ref.at[page_id, plane, head, inside, :]).astype(jnp.float32)  # [block, D]
+        values = plt.load(v_ref.at[page_id, plane, head, inside, :]).astype(jnp.float32)
+        seen = i * block + jnp.arange(block, dtype=jnp.int32) <= last
+        after = []
+        for query, (acc, peak, total) in zip(queries, carry, strict=True):  # [D], scalar, scalar
+            scores = jnp.where(seen, jnp.sum(query[None, :] * keys, axis=1), MASKED)
+            new_peak = jnp.maximum(peak, jnp.max(scores))
+            shrink = jnp.exp2(peak - new_peak)
+            weight = jnp.exp2(scores - new_peak)
+            acc = acc * shrink + jnp.sum(weight[:, None] * values, axis=0)
+            after.append((acc, new_peak, total * shrink + jnp.sum(weight)))
+        return tuple(after)
 
-    start = jnp.zeros((group, dim), jnp.float32), jnp.full((group,), MASKED), jnp.zeros((group,), jnp.float32)
-    acc, _, total = lax.fori_loop(0, (last + page) // page, step, start)
-    out_ref[0, 0, :, :] = (acc / jnp.maximum(total, 1e-30)[:, None]).astype(out_ref.dtype)
+    start = tuple((jnp.zeros((dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0)) for _ in queries)
+    end = (last + block) // block
+    if split is None:
+        (out_ref,) = out_refs
+        for g, (acc, _, total) in enumerate(lax.fori_loop(0, end, step, start)):
+            out_ref[0, 0, g, :] = (acc / jnp.maximum(total, 1e-30)).astype(out_ref.dtype)
+        return
+    acc_ref, peak_ref, total_ref = out_refs
+    part = pl.program_id(2)
+    first = part * (split // block)
+
+    @pl.when(first < end)  # the merge never reads a split past the row's last key
+    def _run():
+        sums = lax.fori_loop(first, jnp.minimum(first + split // block, end), step, start)
+        for g, (acc, peak, total) in enumerate(sums):
+            plt.store(acc_ref.at[row, head, part, jnp.int32(g), :], acc)
+            plt.store(peak_ref.at[row, head, part, jnp.int32(g)], peak)
+            plt.store(total_ref.at[row, head, part, jnp.int32(g)], total)
+
+
+def _merge_kernel(
+    position_ref,  # [B]
+    acc_ref,  # [B, K, S, G, D] whole, S a multiple of MERGE_SPLITS
+    peak_ref,  # [B, K, S, G] whole
+    total_ref,  # [B, K, S, G] whole
+    out_ref,  # [1, 1, G, D] block
+    *,
+    split: int,
+):
+    """Join the splits of one (row, KV head) in ascending order; splits past the row's last key are masked."""
+    row, head = pl.program_id(0), pl.program_id(1)
+    group, dim = out_ref.shape[2:]
+    splits = (position_ref[row] + split) // split
+    lane = jnp.arange(MERGE_SPLITS, dtype=jnp.int32)
+
+    for g in range(group):
+
+        def step(i, carry, g=g):
+            acc, peak, total = carry
+            some = pl.ds(i * MERGE_SPLITS, MERGE_SPLITS)
+            live = i * MERGE_SPLITS + lane < splits
+            peaks = jnp.where(live, plt.load(peak_ref.at[row, head, some, jnp.int32(g)]), MASKED)
+            totals = jnp.where(live, plt.load(total_ref.at[row, head, some, jnp.int32(g)]), 0.0)
+            sums = jnp.where(live[:, None], plt.load(acc_ref.at[row, head, some, jnp.int32(g), :]), 0.0)
+            new_peak = jnp.maximum(peak, jnp.max(peaks))
+            shrink, weight = jnp.exp2(peak - new_peak), jnp.exp2(peaks - new_peak)
+            acc = acc * shrink + jnp.sum(sums * weight[:, None], axis=0)
+            return acc, new_peak, total * shrink + jnp.sum(totals * weight)
+
+        start = jnp.zeros((dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0)
+        acc, _, total = lax.fori_loop(0, (splits + MERGE_SPLITS - 1) // MERGE_SPLITS, step, start)
+        out_ref[0, 0, g, :] = (acc / jnp.maximum(total, 1e-30)).astype(out_ref.dtype)
 
 
 def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax.Array:
     rows, _, heads, dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     group = heads // kv_heads
-    block = pl.BlockSpec((1, 1, group, dim), lambda b, h: (b, h, 0, 0))
+    tile = pl.BlockSpec((1, 1, group, dim), lambda b, h, *_: (b, h, 0, 0))
     whole = pl.no_block_spec
+    result = jax.ShapeDtypeStruct((rows, kv_heads, group, dim), q.dtype)
+    # few programs leave the chip idle while each walks its pages one by one: cut the keys into parts of fixed length.
+    # The choice depends on shapes alone, so a server makes the same one for every request.
+    split = max(page, SPLIT_POSITIONS) if rows * kv_heads < FULL_PROGRAMS and table.shape[1] > 1 else None
+    splits = 1 if split is None else -(-table.shape[1] * page // split)
+    padded = -(-splits // MERGE_SPLITS) * MERGE_SPLITS
+    partial = [
+        jax.ShapeDtypeStruct((rows, kv_heads, padded, group, *tail), jnp.float32) for tail in ((dim,), (), ())
+    ]
     out = pl.pallas_call(
-        functools.partial(_decode_kernel, page=page, scale=LOG2E / math.sqrt(dim)),
-        grid=(rows, kv_heads),
-        in_specs=[whole, whole, whole, block, whole, whole],
-        out_specs=block,
-        out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, dim), q.dtype),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
+        functools.partial(
+            _decode_kernel, page=page, block=min(page, DECODE_BLOCK), split=split, scale=LOG2E / math.sqrt(dim)
+        ),
+        grid=(rows, kv_heads) if split is None else (rows, kv_heads, splits),
+        in_specs=[whole, whole, whole, tile, whole, whole],
+        out_specs=tile if split is None else [whole, whole, whole],
+        out_shape=result if split is None else partial,
+        compiler_params=plt.CompilerParams(num_warps=DECODE_WARPS, num_stages=2),
         interpret=interpret,
         name="paged_attention_decode",
     )(planes, positions[:, 0], table, q.reshape(rows, kv_heads, group, dim), k_pool, v_pool)
+    if split is not None:
+        out = pl.pallas_call(
+            functools.partial(_merge_kernel, split=split),
+            grid=(rows, kv_heads),
+            in_specs=[whole, whole, whole, whole],
+            out_specs=tile,
+            out_shape=result,
+            compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="paged_attention_merge",
+        )(positions[:, 0], *out)
     return out.reshape(q.shape)
 
 

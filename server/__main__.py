@@ -1,0 +1,121 @@
+"""The server's command line: `python -m server --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlt_jax import cli
+from rlt_jax.config import EngineConfig
+from rlt_jax.errors import RltError
+from server.app import LISTENING, ServerConfig, run
+
+if TYPE_CHECKING:
+    from rlt_jax.runtime.engine import LLMEngine
+
+PROGRAM = "rlt-server"
+DEFAULT_MAX_WAITING = 256
+
+
+def build_parser() -> cli.Parser:
+    defaults = ServerConfig()
+    parser = cli.Parser(
+        prog=PROGRAM,
+        description="Serve a looped language model over gRPC (service rlt.v1.GenerationService, with the standard "
+        f'health and reflection services). When warm, prints one line to stdout: "{LISTENING} HOST:PORT". '
+        "SIGTERM or Ctrl-C drains and exits 0.",
+        epilog="Exit codes: 0 after a signal, 1 when the engine failed, 2 for a wrong option or model.",
+    )
+    cli.add_model_options(parser)
+    group = parser.add_argument_group("network")
+    group.add_argument(
+        "--host",
+        default=defaults.host,
+        metavar="ADDR",
+        help="interface to listen on; there is no authentication (default: %(default)s)",
+    )
+    group.add_argument(
+        "--port", type=cli.integer, default=defaults.port, metavar="N", help="0 takes a free one (default: %(default)s)"
+    )
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain (default: plain text)")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM private key of --tls-cert")
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--max-waiting",
+        type=cli.integer,
+        default=DEFAULT_MAX_WAITING,
+        metavar="N",
+        help="requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED (default: %(default)s)",
+    )
+    group.add_argument(
+        "--stream-buffer-tokens",
+        type=cli.integer,
+        default=defaults.stream_buffer_tokens,
+        metavar="N",
+        help="tokens that may wait for one slow reader before its request is aborted (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=cli.number,
+        default=defaults.drain_seconds,
+        metavar="S",
+        help="how long running requests may go on after a signal (default: %(default)g)",
+    )
+    cli.add_engine_options(parser)
+    group = parser.add_argument_group("log")
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="to stderr; prompts and outputs are never logged (default: %(default)s)",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; the process's exit code."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        engine_config = cli.engine_config(options, max_waiting=options.max_waiting)
+        config = ServerConfig(
+            host=options.host,
+            port=options.port,
+            stream_buffer_tokens=options.stream_buffer_tokens,
+            drain_seconds=options.drain_seconds,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+        )
+
+        def make_engine() -> LLMEngine:
+            return _load_engine(options.model, options.revision, engine_config)
+
+        return asyncio.run(run(config, make_engine))
+    except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
+        cli.fail(PROGRAM, error)
+    except KeyboardInterrupt:  # a second one, while draining
+        return cli.EXIT_INTERRUPTED
+
+
+def _load_engine(model: str | None, revision: str | None, config: EngineConfig) -> LLMEngine:
+    """A warm engine.  Runs in the engine thread, and imports jax, which takes seconds, only there."""
+    from rlt_jax.models.checkpoint import load_checkpoint
+    from rlt_jax.platform import reserve_memory
+    from rlt_jax.runtime.engine import LLMEngine
+
+    progress = sys.stderr.isatty()
+    if revision is None:
+        return LLMEngine(model, config, progress=progress)
+    reserve_memory(config.memory_fraction)  # before the checkpoint touches the device
+    loaded = load_checkpoint(model, dtype=config.dtype, revision=revision, progress=progress)
+    return LLMEngine(loaded, config, progress=progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

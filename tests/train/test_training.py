@@ -1,0 +1,201 @@
+"""The training command at a tiny size.  PROTECTS: the recipe of the bundled model (both stages, export, evaluation)
+runs from a fresh checkout, learns, and leaves in the exported directory exactly what was trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlt_jax.models.checkpoint import load_checkpoint
+from rlt_jax.models.ouro import Ouro, OuroParams
+from rlt_jax.models.registry import model_from_config
+from rlt_jax.train import __main__ as command
+from rlt_jax.train.data import DataSpec
+from rlt_jax.train.decode import decode, prefill
+from rlt_jax.train.evaluate import Evaluator, Outcome, held_out_set, paired_loss, wilson
+from rlt_jax.train.model import SIZES, cast, forward_states, init_params, model_config
+from rlt_jax.train.tasks import HOLE, TEST_CLASS
+from rlt_jax.train.trainer import GATE_RULES, TrainConfig, learning_rate, train_stage1, train_stage2, with_gate
+
+SETTINGS = TrainConfig(compute_dtype="float32", warmup=10, gate_steps=6, learning_rate=4e-3)
+DATA = DataSpec(seq_len=112, rows=6, steps=6, tasks=("copy", "chain"))
+
+
+def tiny(loops: int = 4) -> Ouro:
+    model = model_from_config(model_config(SIZES["tiny"], 1024, loops))
+    assert isinstance(model, Ouro)
+    return model
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Ouro, OuroParams, list[str]]:
+    """A few steps of stage I: enough for the loss to fall, not to solve anything."""
+    log: list[str] = []
+    model = tiny()
+    params, steps = train_stage1(model, SETTINGS, DATA, steps=30, threads=1, log=log.append)
+    assert steps == 30
+    return model, params, log
+
+
+def answers_ce(line: str) -> list[float]:
+    return [float(v) for v in line.split("answers ce ")[1].split(" ")[0].split("/")]
+
+
+def test_stage1_lowers_the_loss_of_every_loop(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
+    _, params, log = trained
+    last = answers_ce(log[-1])
+    assert len(last) == 4
+    assert max(last) < np.log(1024) - 1.5, "a model that has learned nothing is at log(1024) = 6.9"
+    assert all(np.isfinite(np.asarray(a)).all() for a in jax.tree.leaves(params))
+
+
+def test_stage1_is_reproducible(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
+    model, params, _ = trained
+    again, _ = train_stage1(model, SETTINGS, DATA, steps=30, threads=2, log=lambda _: None)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stage2_moves_the_gate_alone(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
+    model, master, _ = trained
+    params = cast(master, "float32")
+    before = jax.tree.map(np.array, params)
+    gates = train_stage2(model, SETTINGS, DATA, params, threads=1, log=lambda _: None)
+    assert set(gates) == set(GATE_RULES)
+    for gate in gates.values():
+        after = with_gate(params, gate)
+        moved = [
+            field.name
+            for field in dataclasses.fields(OuroParams)
+            if any(
+                not np.array_equal(a, b)
+                for a, b in zip(
+                    jax.tree.leaves(getattr(before, field.name)),
+                    jax.tree.leaves(getattr(after, field.name)),
+                    strict=True,
+                )
+            )
+        ]
+        assert moved == ["exit_gate_weight", "exit_gate_bias"]
+    assert not np.array_equal(gates["improvement"].weight, gates["look_ahead"].weight)
+
+
+def test_schedule_warms_up_and_ends_at_zero() -> None:
+    def at(step: int) -> float:
+        return float(learning_rate(SETTINGS, jnp.int32(step), jnp.int32(100)))
+
+    assert at(0) == pytest.approx(4e-4)
+    assert at(9) == pytest.approx(4e-3)
+    assert at(55) == pytest.approx(2e-3, rel=0.05)
+    assert at(100) == 0
+
+
+def test_generation_agrees_with_the_teacher_forced_forward_along_its_own_tokens_and_depths() -> None:
+    """The evaluator's cache against the training forward pass, which shares no cache code with it."""
+    model = tiny()
+    params = init_params(model, 1)
+    # a gate that disagrees with itself from token to token, so that depths differ
+    params = dataclasses.replace(
+        params,
+        exit_gate_weight=jax.random.normal(jax.random.key(2), params.exit_gate_weight.shape) * 0.2,
+    )
+    data = held_out_set(6, TEST_CLASS, ("copy", "calc"))
+    room = 12
+    prompts = prefill(model, params, jnp.asarray(data.tokens), jnp.asarray(data.length), room=room)
+    tokens, depths = decode(
+        model, params, prompts, jnp.float32(0.5), jnp.int32(1), jnp.int32(4), jnp.int32(4), room=room
+    )
+    tokens, depths = np.asarray(tokens), np.asarray(depths)
+    assert len(np.unique(depths[depths > 0])) >= 3, "the case must mix depths"
+    for i, n in enumerate(data.length):
+        out = tokens[i][tokens[i] != HOLE]
+        whole = jnp.asarray(np.concatenate([data.tokens[i, :n], out])[None])
+        exits = np.concatenate([np.full(n, 4), depths[i, 1 : len(out)], [4]])
+        position = jnp.arange(whole.shape[1])[None]
+        states = forward_states(
+            model, params, whole, position, jnp.ones_like(whole), jnp.asarray(exits)[None], dtype="float32"
+        )
+        for t, depth in enumerate(depths[i, : len(out)]):
+            logits = np.asarray(model.head(params, states[depth - 1][0, n - 1 + t]))
+            # greedy, up to a near tie: the two computations add in different orders
+            assert logits[out[t]] >= logits.max() - 1e-4
+
+
+def test_full_depth_ignores_the_gate_and_fixed_depth_is_obeyed() -> None:
+    model = tiny()
+    params = init_params(model, 1)
+    data = held_out_set(4, TEST_CLASS, ("copy",))
+    eager = dataclasses.replace(params, exit_gate_bias=jnp.array([9.0]))
+    evaluator = Evaluator(model, eager, data, rows=3)  # two blocks, the second padded
+    assert evaluator.run(threshold=1.0).mean_loops == 4
+    assert evaluator.run(threshold=0.5, min_loops=1).mean_loops == 1
+    assert evaluator.run(threshold=0.5).mean_loops == 2
+    assert evaluator.run(max_loops=3).mean_loops == 3
+    assert len(evaluator.run().right) == 4
+
+
+def test_wilson_interval_and_paired_loss() -> None:
+    low, high = wilson(90, 100)
+    assert (low, high) == (pytest.approx(0.8256, abs=1e-3), pytest.approx(0.9448, abs=1e-3))
+    assert wilson(0, 10)[0] == 0
+    zeros = np.zeros(4)
+    full = Outcome(np.array([True, True, True, False]), zeros, zeros, zeros)
+    other = Outcome(np.array([True, False, True, False]), zeros, zeros, zeros)
+    assert paired_loss(full, other)[0] == 0.25
+
+
+def test_the_command_trains_exports_and_evaluates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"steps": 8, "warmup": 4, "chunk-steps": 4, "rows": 4, "seq-len": 112, "gate-steps": 4, "threads": 1}
+    counts |= {"samples": 12, "validation-samples": 12}
+    arguments = [f"--{name}={value}" for name, value in counts.items()]
+    arguments += ["--size=tiny", "--baseline", "--evaluate", f"--out={tmp_path}"]
+    assert command.main(arguments) == 0
+    loaded = load_checkpoint(tmp_path / "model", dtype="bfloat16")
+    assert loaded.model.spec.trained_loops == 4
+    assert loaded.eos_token_ids == (0,)
+    assert loaded.tokenizer is not None
+    assert 0 < loaded.model.spec.exit_threshold <= 1
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["gate"] in GATE_RULES
+    assert "--steps 8" in record["command"]
+    result = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [row["loops"] for row in result["fixed"]] == [1, 2, 3, 4]
+    assert {0.1, 0.5, 1.0} <= {row["threshold"] for row in result["thresholds"]}
+    assert result["baseline"]["parameters"] == result["parameters"]
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| 4 |" in card
+    assert "1, trained with one loop" in card
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_the_bundled_size_fits_its_limits() -> None:
+    model = model_from_config(model_config(SIZES["bundled"], 1024, 4))
+    shapes = jax.eval_shape(lambda: init_params(model, 0))  # type: ignore[arg-type]
+    parameters = sum(int(np.prod(a.shape)) for a in jax.tree.leaves(shapes))
+    assert parameters <= 8_000_000
+    assert 2 * parameters < 16 * 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be >= 1, found 0"),
+        (["--seconds", "-1"], "--seconds must be > 0, found -1"),
+        (["--seq-len", "10"], "--seq-len must be in [112, 1024]"),
+        (["--tasks", "copy,dance"], "--tasks: unknown dance"),
+        (["--seed", "-1"], "--seed must be >= 0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--out", str(tmp_path), *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
