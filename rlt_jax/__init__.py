@@ -2,7 +2,7 @@
 
 from rlt_jax import LLM, SamplingParams
 llm = LLM()                                   # the bundled model; or a directory, or a Hugging Face repo id
-print(llm.generate(["copy: abc ="], SamplingParams(exit_threshold=0.5))[0])
+print(llm.generate(["copy: q d k a w z m e ="], SamplingParams(exit_threshold=0.5))[0])
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class LLM:
 
     Example:
         >>> llm = LLM()                                                         # doctest: +SKIP
-        >>> llm.generate("copy: a b c =", SamplingParams(max_tokens=8))[0].text  # doctest: +SKIP
+        >>> llm.generate("copy: q d k a w z m e =", SamplingParams(max_tokens=8))[0].text  # doctest: +SKIP
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
         index = {r.request_id: i for i, r in enumerate(requests)}
-        for request in requests:
-            self.engine.add(request)
         self._mail.update((request_id, []) for request_id in index)
         left = set(index)
         try:
+            for request in requests:
+                self.engine.add(request)
             while left:
                 # several streams may be open: each takes its own mail, whoever made the engine step
                 if not any(self._mail[request_id] for request_id in left):

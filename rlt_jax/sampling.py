@@ -94,8 +94,8 @@ def sample(
     """
     vocab = logits.shape[-1]
     greedy = params.temperature <= 0.0
-    # a greedy row divides by 1; the draw below replaces only sampled rows.  The best logit becomes 0 first: divided by a
-    # tiny temperature the others then overflow to -inf, as they should, and the best does not
+    # a greedy row divides by 1; the draw below replaces only sampled rows.  The best logit becomes 0 first: divided by
+    # a tiny temperature the others then overflow to -inf, as they should, and the best does not
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(greedy, 1.0, params.temperature)[:, None]
     filtered = live & ~greedy & ((params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0))

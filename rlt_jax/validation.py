@@ -15,6 +15,7 @@ from rlt_jax.request import ResolvedParams, SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_TEMPERATURE = 3.4e38  # the device computes in float32, where anything larger is infinite
 
 
 def _integer(field: str, value: Any, low: int, high: int | None) -> int:
@@ -123,7 +124,7 @@ def resolve_params(
     ignore_eos = _boolean("ignore_eos", params.ignore_eos)
     return ResolvedParams(
         max_tokens=max_tokens,
-        temperature=_number("temperature", pick("temperature"), 0.0, float("inf")),
+        temperature=_number("temperature", pick("temperature"), 0.0, MAX_TEMPERATURE),
         top_k=_integer("top_k", pick("top_k"), 0, (1 << 31) - 1),
         top_p=_number("top_p", pick("top_p"), 0.0, 1.0, open_low=True),
         min_p=_number("min_p", pick("min_p"), 0.0, 1.0),
@@ -179,14 +180,18 @@ def _check_stop_strings(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
     if not isinstance(stop, Sequence):
         raise InvalidRequest("stop", f"must be a sequence of strings, found {type(stop).__name__}")
     if stop and not has_tokenizer:
-        raise InvalidRequest("stop", f"{len(stop)} stop strings given, but the model has no tokenizer; use stop_token_ids")
+        raise InvalidRequest(
+            "stop", f"{len(stop)} stop strings given, but the model has no tokenizer; use stop_token_ids"
+        )
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest("stop", f"has {len(stop)} strings; the limit is {MAX_STOP_STRINGS}")
     for text in stop:
         if not isinstance(text, str):
             raise InvalidRequest("stop", f"must hold strings, found {text!r}")
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", f"a stop string has {len(text)} characters; allowed is 1 to {MAX_STOP_CHARACTERS}")
+            raise InvalidRequest(
+                "stop", f"a stop string has {len(text)} characters; allowed is 1 to {MAX_STOP_CHARACTERS}"
+            )
     return tuple(dict.fromkeys(stop))
 
 

@@ -38,6 +38,7 @@ CASES = {
     "NaN temperature": (PROMPT, {"temperature": NAN}, "temperature", ["nan", "finite"]),
     "infinite temperature": (PROMPT, {"temperature": INFINITY}, "temperature", ["inf", "finite"]),
     "negative temperature": (PROMPT, {"temperature": -0.5}, "temperature", ["-0.5", "[0"]),
+    "temperature beyond float32": (PROMPT, {"temperature": 1e39}, "temperature", ["1e+39", "[0, 3.4e+38]"]),
     "bool temperature": (PROMPT, {"temperature": True}, "temperature", ["True", "number"]),
     "text temperature": (PROMPT, {"temperature": "hot"}, "temperature", ["'hot'", "number"]),
     "NaN threshold": (PROMPT, {"exit_threshold": NAN}, "exit_threshold", ["nan", "finite"]),

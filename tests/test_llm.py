@@ -6,9 +6,11 @@ stream early leaves nothing behind.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from rlt_jax import Completion, FinishReason, RltError
+from rlt_jax import Completion, FinishReason, QueueFull, RltError
 from tests.engines import FIXTURE, Result, drained, llm, oracle, sampling, settled
 from tests.oracle import Policy
 
@@ -100,6 +102,19 @@ def test_a_device_failure_is_an_error_and_the_next_call_works(monkeypatch: pytes
         engine.step()
     drained(engine)
     assert list(llm().generate(PROMPTS[2], PARAMS[2])[0].token_ids) == expected(2)[0]
+
+
+def test_a_full_queue_leaves_nothing_of_the_call_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third prompt finds the queue full; the two before it do not run on for nobody."""
+    scheduler = llm().engine._scheduler
+    monkeypatch.setattr(scheduler, "_limits", dataclasses.replace(scheduler._limits, max_waiting=2))
+    with pytest.raises(QueueFull, match="max_waiting=2"):
+        llm().generate(PROMPTS[:3], PARAMS[:3])
+    stats = llm().engine.stats()
+    assert (stats["running"], stats["waiting"]) == (0, 0)
+    while llm().engine.has_work():
+        llm().engine.step()
+    drained(llm().engine)
 
 
 def test_use_after_close() -> None:

@@ -18,7 +18,7 @@ VALID_COPY_TB_S = 4.1  # an H200 that copies slower than this is not fit to meas
 
 
 def source_hash() -> str:
-    """SHA-256 over the package's Python files: names and contents, in order.  Ties a result to the code that made it."""
+    """SHA-256 over the package's Python files, names and contents in order: ties a result to the code that made it."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")

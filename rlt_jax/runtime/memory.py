@@ -65,7 +65,9 @@ def plan_memory(
     page_elements = layout.planes * layout.kv_heads * layout.page_size * layout.head_dim
     if pages * page_elements > MAX_ARRAY_ELEMENTS:
         if source == "kv_pages":
-            raise InvalidConfig(f"kv_pages={pages} exceeds {MAX_ARRAY_ELEMENTS // page_elements}, the most one layer can address")
+            raise InvalidConfig(
+                f"kv_pages={pages} exceeds {MAX_ARRAY_ELEMENTS // page_elements}, the most one layer can address"
+            )
         pages = MAX_ARRAY_ELEMENTS // page_elements
     return MemoryPlan(
         source=source,

@@ -11,9 +11,9 @@ A tick:   core pass over all slots, each at its own (position, depth), writing a
 Nothing is read by the host inside a round.  Decode rows and chunk rows never share a matmul: the row count of a product
 may change its rounding, and a request's bits must not depend on its neighbours.
 
-`decode` takes and returns donated state alone, so every buffer it touches keeps its address from round to round: its CUDA
-graph is replayed, not updated, which would cost milliseconds.  That is why the plan goes in and the events come out
-through two tiny programs of their own.
+`decode` takes and returns donated state alone, so that every buffer it touches keeps its address from round to round
+and its CUDA graph need not be updated.  That is why the plan goes in and the events come out through two tiny programs
+of their own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Events:
         )
 
     def pack(self, slots: SlotState) -> jax.Array:
-        """[4 N + 5, S] i32: token, depth, logprob bits, finish of each tick; ticks, idle rows, phase, position, depth."""
+        """[4 N + 5, S] i32: token, depth, logprob bits and finish of each tick, then five rows of totals."""
         bits = lax.bitcast_convert_type(self.logprob, jnp.int32)
         counters = [jnp.full((slots.slots,), n, jnp.int32) for n in (self.ticks, self.idle_rows)]
         tail = jnp.stack([*counters, slots.phase, slots.position, slots.depth])
@@ -126,8 +126,8 @@ class Programs:
     ) -> tuple[KVPool, SlotState]:
         """Run prompt positions [start, start + count) of one slot through all its prefill loops.
 
-        DONATES kv and slots.  `chunk` is [4] i32: slot, start, count <= bucket, last (0 or 1).  After the last chunk the
-        slot is in READOUT at the last prompt position.
+        DONATES kv and slots.  `chunk` is [4] i32: slot, start, count <= bucket, last (0 or 1).  After the last chunk
+        the slot is in READOUT at the last prompt position.
         """
         slot, start, count, last = chunk[0], chunk[1], chunk[2], chunk[3]
         index = jnp.arange(bucket, dtype=jnp.int32)
@@ -271,9 +271,7 @@ class Programs:
         """Prelude for the rows in ENTER that own their page: they stand at depth 0 for the next tick."""
         enters = self._can_enter(slots)
         attend = self._slot_attend(slots, enters, jnp.zeros_like(slots.depth))
-        injected, kv = self.model.prelude(
-            params, self.model.embed(params, slots.token), slots.position, kv, attend
-        )
+        injected, kv = self.model.prelude(params, self.model.embed(params, slots.token), slots.position, kv, attend)
         state = self.model.initial_state(params, injected)
         fresh = fresh_exit_state(self.slots)
         return kv, dataclasses.replace(
@@ -321,6 +319,4 @@ class Programs:
         )
 
     def _attend(self, kv: KVPool, layer: int, q: Any, table: Any, positions: Any, planes: Any) -> jax.Array:
-        return paged_attention(
-            q, kv.k[layer], kv.v[layer], table, positions, planes, implementation=self.attention
-        )
+        return paged_attention(q, kv.k[layer], kv.v[layer], table, positions, planes, implementation=self.attention)

@@ -224,12 +224,10 @@ def compiler_options(program: str, platform: str) -> dict[str, Any]:
     if program.startswith("prefill"):
         # a graph would have to be updated for every chunk's own argument; kernels are long enough to launch one by one
         return {"xla_gpu_enable_command_buffer": ""}
-    # the whole round, loop and conditions included, becomes one CUDA graph: without WHILE and CONDITIONAL the host reads
-    # each predicate back and launches every tick's kernels itself (docs/performance.md has the figures)
-    return {
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
-    }
+    # the whole round, loop and conditions included, becomes one CUDA graph: without WHILE and CONDITIONAL the host
+    # reads each predicate back and launches every tick's kernels itself (docs/performance.md has the figures)
+    captured = "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+    return {"xla_gpu_graph_min_graph_size": 1, "xla_gpu_enable_command_buffer": captured}
 
 
 def lower_programs(

@@ -198,9 +198,7 @@ class Scheduler:
                 progress.stage = Stage.DECODE
             if progress.slot is None:
                 raise CorruptState(f"request {request.request_id!r} prefills without a slot")
-            chunks.append(
-                PrefillChunk(slot=progress.slot, request=request, start=start, count=count, last=last)
-            )
+            chunks.append(PrefillChunk(slot=progress.slot, request=request, start=start, count=count, last=last))
         return tuple(chunks)
 
     def _ticks(self, chunks: tuple[PrefillChunk, ...], decoding_before: bool) -> int:
@@ -276,9 +274,7 @@ class Scheduler:
         """
         self._pages.check()
         if len(self._free_slots) + len(self._slots) != self._limits.slots:
-            raise CorruptState(
-                f"free slots {len(self._free_slots)} + bound {len(self._slots)} != {self._limits.slots}"
-            )
+            raise CorruptState(f"free slots {len(self._free_slots)} + bound {len(self._slots)} != {self._limits.slots}")
         if len(self._live) != len(self._slots) + len(self._waiting):
             raise CorruptState(f"live {len(self._live)} != bound {len(self._slots)} + waiting {len(self._waiting)}")
         if not self._slots and self._pages.used_pages:

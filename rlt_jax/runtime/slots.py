@@ -187,7 +187,7 @@ def pack_bind(
 
 
 def apply_bind(slots: SlotState, words: jax.Array) -> SlotState:
-    """Put a packed request into its slot.  DONATES slots; replaces the whole row, so nothing of the last owner stays."""
+    """Put a packed request into its slot.  DONATES slots; the whole row is new, so nothing of the last owner stays."""
     context, width = slots.given_tokens.shape[1], slots.table.shape[1]
     field: dict[str, jax.Array] = {}
     for i, name in enumerate(_HEADER):

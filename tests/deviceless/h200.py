@@ -9,13 +9,18 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+import subprocess
 import tempfile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import nvidia
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlt_jax.ops.kv_write.triton import kv_write_triton
+from rlt_jax.ops.paged_attention.triton import paged_attention_triton
 from rlt_jax.runtime.programs import Programs
 from rlt_jax.runtime.runner import compiler_options, lower_programs
 
@@ -45,7 +50,6 @@ class Report:
     temp_bytes: int
     copies: tuple[tuple[str, str, int], ...]  # (operation, shape, bytes) of every copy-like instruction
     kernels: int  # launches in the thunk plan, loop bodies counted once
-    spills: int  # bytes of register spills over all kernels, -1 where the compiler did not say
 
     def copies_of_at_least(self, size: int) -> list[tuple[str, str, int]]:
         return [c for c in self.copies if c[2] >= size]
@@ -61,7 +65,9 @@ def _mesh() -> Any:
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
-def compile_for_h200(programs: Programs, params: Any, buckets: tuple[int, ...], names: tuple[str, ...]) -> dict[str, Report]:
+def compile_for_h200(
+    programs: Programs, params: Any, buckets: tuple[int, ...], names: tuple[str, ...]
+) -> dict[str, Report]:
     """Compile the named programs of one server configuration; `params` holds ShapeDtypeStructs."""
     mesh = _mesh()
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -90,5 +96,59 @@ def _report(name: str, lowered: Any) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         copies=tuple(copies),
         kernels=len(_LAUNCH.findall(plan)),
-        spills=-1,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What ptxas says of one kernel."""
+
+    registers: int
+    spill_bytes: int
+
+
+def kernel_resources(programs: Programs, slots: int) -> dict[str, Resources]:
+    """Compile our own kernels alone, and ask ptxas for registers and spills; by kernel name."""
+    spec, layout = programs.model.spec, programs.layout
+    mesh = _mesh()
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    pool = array(
+        programs.pages, layout.planes, layout.kv_heads, layout.page_size, layout.head_dim, dtype=programs.dtype
+    )
+    table = programs.pages_per_slot
+
+    def attention(rows: int, queries: int) -> tuple[Any, ...]:
+        q = array(rows, queries, spec.num_heads, spec.head_dim, dtype=programs.dtype)
+        return q, pool, pool, array(rows, table), array(rows, queries), array(rows)
+
+    entry = array(slots, layout.kv_heads, layout.head_dim, dtype=programs.dtype)
+    calls = (
+        (paged_attention_triton, attention(slots, 1)),
+        (paged_attention_triton, attention(1, 512)),
+        (kv_write_triton, (pool, pool, entry, entry, *[array(slots)] * 4)),
+    )
+    found: dict[str, Resources] = {}
+    for function, args in calls:
+        with tempfile.TemporaryDirectory() as folder, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, "xla_dump_emitter_re": ".*"}
+            jax.jit(function).lower(*args).compile(compiler_options=options)
+            for ptx in pathlib.Path(folder).glob("*.ptx"):
+                found.update(_ptxas(ptx))
+    return found
+
+
+def _ptxas(ptx: pathlib.Path) -> dict[str, Resources]:
+    (assembler,) = (p for root in nvidia.__path__ for p in pathlib.Path(root).glob("*/bin/ptxas"))
+    command = [str(assembler), "-arch=sm_90a", "-v", str(ptx), "-o", "/dev/null"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stderr
+    result = {}
+    for part in said.split("Compiling entry function")[1:]:
+        name = part.split("'")[1]
+        spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", part))
+        (registers,) = re.findall(r"Used (\d+) registers", part)
+        result[name] = Resources(registers=int(registers), spill_bytes=spills)
+    return result

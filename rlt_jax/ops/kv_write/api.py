@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from rlt_jax.ops.kv_write.reference import kv_write_reference

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from rlt_jax.ops.paged_attention.reference import paged_attention_reference
 from rlt_jax.ops.selection import Choice, Requirement, choose, power_of_two
 
+
 def paged_attention(
     q: Float[Array, "B T H D"],
     k_pool: Float[Array, "P N K page D"],

@@ -152,9 +152,7 @@ def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax
     split = max(page, SPLIT_POSITIONS) if rows * kv_heads < FULL_PROGRAMS and table.shape[1] > 1 else None
     splits = 1 if split is None else -(-table.shape[1] * page // split)
     padded = -(-splits // MERGE_SPLITS) * MERGE_SPLITS
-    partial = [
-        jax.ShapeDtypeStruct((rows, kv_heads, padded, group, *tail), jnp.float32) for tail in ((dim,), (), ())
-    ]
+    partial = [jax.ShapeDtypeStruct((rows, kv_heads, padded, group, *tail), jnp.float32) for tail in ((dim,), (), ())]
     out = pl.pallas_call(
         functools.partial(
             _decode_kernel, page=page, block=min(page, DECODE_BLOCK), split=split, scale=LOG2E / math.sqrt(dim)

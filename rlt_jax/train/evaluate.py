@@ -1,0 +1,463 @@
+"""Measure a trained model on held-out samples, in the BF16 that ships, and write the model card.
+
+    python -m rlt_jax.train.evaluate --model DIR --baseline DIR --samples 4800 --out evaluation.json --card README.md
+
+Accuracy is exact match: every answer token and the end of text.  All settings see the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlt_jax.models.checkpoint import load_checkpoint
+from rlt_jax.models.ouro import Ouro, OuroParams
+from rlt_jax.train.data import EnglishPieces
+from rlt_jax.train.decode import Prompts, decode, prefill
+from rlt_jax.train.losses import token_cross_entropy
+from rlt_jax.train.model import forward_states
+from rlt_jax.train.tasks import GENERATORS, HOLE, TEST_CLASS, VALIDATION_CLASS, Symbols, held_out
+from rlt_jax.train.tokenizer import build_tokenizer
+
+THRESHOLDS = tuple(round(0.1 * i, 1) for i in range(1, 11))
+CANDIDATES = tuple(round(0.05 * i, 2) for i in range(1, 20))  # thresholds tried on the validation set
+MIN_LOOPS = 2  # the engine's default for requests
+ALLOWED_LOSS = 0.005  # the validation set may lose half of the point that the test set may lose
+WANTED_SAVING = 0.30
+EVALUATION_SEED = 20_000_003
+EXAMPLES = {
+    "copy: q d k a w z m e =": " q d k a w z m e",
+    "reverse: q d k a w z m e =": " e m z w a k d q",
+    "sort: q d k a w z m e =": " a d e k m q w z",
+    "close:([(){<{[<([{<=": ">}])>]}>}])",
+    "calc: a:3+5*2; b:7-9; c:4*1-2; d:1*8+6-3*3; =": " a6 b8 c2 d3",
+    "chain: d k, c d, w z, k a, z q, a m, q c, m w; q3 a1 d2 k5 =": " q k a m d a k q",
+}
+DEEP_TASKS = {"calc": "operations", "chain": "hops"}  # a sample's level is the most of these an item may need
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Samples of all tasks in one table."""
+
+    tokens: np.ndarray  # [N, P] int32  prompts, right-padded with 0
+    length: np.ndarray  # [N] int32
+    answer: np.ndarray  # [N, A] int32  with end of text, HOLE beyond
+    task: np.ndarray  # [N] int32  index into `tasks`
+    level: np.ndarray  # [N] int32  difficulty drawn for the sample
+    tasks: tuple[str, ...]
+
+    def part(self, rows: slice) -> HeldOut:
+        return HeldOut(
+            self.tokens[rows], self.length[rows], self.answer[rows], self.task[rows], self.level[rows], self.tasks
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one setting gave, per sample."""
+
+    right: np.ndarray  # [N] bool  exact match
+    token_right: np.ndarray  # [N] float  share of answer tokens right before the first difference
+    loops: np.ndarray  # [N] int  sum of exit depths of outputs 2..n
+    outputs: np.ndarray  # [N] int  how many outputs that is
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.right.mean())
+
+    @property
+    def mean_loops(self) -> float:
+        return float(self.loops.sum() / max(self.outputs.sum(), 1))
+
+
+def held_out_set(samples: int, split_class: int, tasks: Sequence[str] = tuple(GENERATORS)) -> HeldOut:
+    """At least `samples` samples, equally many of every task (the "reasoning mix")."""
+    symbols, each = Symbols.of(build_tokenizer()), -(-samples // len(tasks))
+    parts = [held_out(symbols, task, each, split_class=split_class, seed=EVALUATION_SEED) for task in tasks]
+    # rounded up, so that the test and the validation set share one compiled program
+    prompt_width = _round_up(max(int(p.prompt.max()) for p in parts), 32)
+    answer_width = _round_up(max(int((p.length - p.prompt).max()) for p in parts), 8)
+    tokens = np.zeros((len(parts) * each, prompt_width), np.int32)
+    answer = np.full((len(parts) * each, answer_width), HOLE, np.int32)
+    for i, part in enumerate(parts):
+        for j in range(each):
+            row, n = i * each + j, int(part.prompt[j])
+            tokens[row, :n] = part.tokens[j, :n]
+            rest = part.tokens[j, n : int(part.length[j])]
+            answer[row, : len(rest)] = rest
+    length = np.concatenate([p.prompt for p in parts]).astype(np.int32)
+    task = np.repeat(np.arange(len(parts)), each).astype(np.int32)
+    return HeldOut(tokens, length, answer, task, np.concatenate([p.level for p in parts]), tuple(tasks))
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class Evaluator:
+    """Prefills a held-out set once and decodes it under many settings."""
+
+    def __init__(self, model: Ouro, params: OuroParams, data: HeldOut, *, rows: int = 1024) -> None:
+        # the evaluator is told its thresholds: with the checkpoint's left in, models that differ in nothing else would
+        # each be compiled anew
+        model = Ouro(dataclasses.replace(model.spec, exit_threshold=1.0))
+        self.model, self.params, self.data, self.rows = model, params, data, rows
+        self.room = data.answer.shape[1] + 1
+        self._prompts: list[tuple[Prompts, HeldOut]] = []
+        for start in range(0, len(data.length), rows):
+            part = data.part(slice(start, start + rows))
+            fill = rows - len(part.length)  # one compiled shape: the last block is padded with copies of its first row
+            tokens = np.concatenate([part.tokens, np.repeat(part.tokens[:1], fill, 0)])
+            length = np.concatenate([part.length, np.repeat(part.length[:1], fill)])
+            prompts = prefill(model, params, jnp.asarray(tokens), jnp.asarray(length), room=self.room)
+            self._prompts.append((prompts, part))
+
+    def run(
+        self,
+        *,
+        threshold: float = 1.0,
+        min_loops: int = MIN_LOOPS,
+        max_loops: int | None = None,
+        prefill_loops: int | None = None,
+        gate: OuroParams | None = None,
+    ) -> Outcome:
+        """Decode everything under one setting.  `gate`: parameters with another exit gate than at prefill."""
+        depth = max_loops or self.model.spec.trained_loops
+        outcomes = []
+        for prompts, part in self._prompts:
+            tokens, depths = decode(
+                self.model,
+                gate if gate is not None else self.params,
+                prompts,
+                jnp.float32(threshold),
+                jnp.int32(min(min_loops, depth)),
+                jnp.int32(depth),
+                jnp.int32(prefill_loops or depth),
+                room=self.room,
+            )
+            n = len(part.length)
+            outcomes.append(_score(np.asarray(tokens)[:n], np.asarray(depths)[:n], part.answer))
+        return Outcome(*(np.concatenate([getattr(o, f.name) for o in outcomes]) for f in dataclasses.fields(Outcome)))
+
+
+def _score(tokens: np.ndarray, depths: np.ndarray, answer: np.ndarray) -> Outcome:
+    wanted = np.full_like(tokens, HOLE)
+    wanted[:, : answer.shape[1]] = answer
+    same = tokens == wanted
+    length = (wanted != HOLE).sum(axis=1)
+    return Outcome(
+        right=same.all(axis=1),
+        token_right=np.minimum(np.cumprod(same, axis=1).sum(axis=1), length) / length,
+        loops=depths[:, 1:].sum(axis=1),
+        outputs=(depths[:, 1:] > 0).sum(axis=1),
+    )
+
+
+def wilson(right: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of a share."""
+    p, zz = right / n, z * z / n
+    centre, half = (p + zz / 2) / (1 + zz), z * math.sqrt(p * (1 - p) / n + zz / (4 * n)) / (1 + zz)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def paired_loss(full: Outcome, other: Outcome, z: float = 1.959964) -> tuple[float, float, float]:
+    """Accuracy lost against `full` on the same samples, with its 95 % interval (normal, paired)."""
+    difference = full.right.astype(float) - other.right.astype(float)
+    mean, half = float(difference.mean()), z * float(difference.std()) / math.sqrt(len(difference))
+    return mean, mean - half, mean + half
+
+
+def choose_threshold(
+    evaluator: Evaluator, gate: OuroParams, full: Outcome, log: Log = print
+) -> tuple[float, float, float, list[dict[str, float]]]:
+    """On the validation set: the threshold that saves most for at most ALLOWED_LOSS; (threshold, saving, loss, all).
+
+    Thresholds are tried from high to low; the first one that loses too much ends the search.
+    """
+    best, tried = (1.0, 0.0, 0.0), []
+    depth = evaluator.model.spec.trained_loops
+    for threshold in reversed(CANDIDATES):
+        outcome = evaluator.run(threshold=threshold, gate=gate)
+        loss, saving = full.accuracy - outcome.accuracy, 1 - outcome.mean_loops / depth
+        tried.append({"threshold": threshold, "loss": loss, "saving": saving})
+        if loss > ALLOWED_LOSS:
+            break
+        if saving > best[1]:
+            best = (threshold, saving, loss)
+    log("validation: " + ", ".join(f"{t['threshold']:.2f}: -{t['saving']:.1%} loops {-t['loss']:+.2%}" for t in tried))
+    return *best, tried
+
+
+def english_cross_entropy(model: Ouro, params: OuroParams) -> list[float]:
+    """Mean cross-entropy (nats per token) of the English validation pieces after every loop."""
+    pieces = EnglishPieces(256, validation=True)
+
+    @jax.jit
+    def per_loop(params: OuroParams, tokens: jax.Array, segment: jax.Array) -> jax.Array:
+        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        depth = jnp.full_like(tokens, model.spec.trained_loops)
+        states = forward_states(model, params, tokens, position, segment, depth, dtype="bfloat16")
+        targets = jnp.roll(tokens, -1, axis=1)
+        inside = (segment[:, 1:] > 0).astype(jnp.float32)
+        ce = jnp.stack([token_cross_entropy(model.head(params, h), targets)[0] for h in states])
+        return jnp.sum(ce[:, :, :-1] * inside, axis=(1, 2)) / jnp.sum(inside)
+
+    segment = np.arange(pieces.tokens.shape[1])[None, :] < pieces.length[:, None]
+    values = per_loop(params, jnp.asarray(pieces.tokens), jnp.asarray(segment.astype(np.int32)))
+    return [float(v) for v in values]
+
+
+def _row(outcome: Outcome, data: HeldOut) -> dict[str, Any]:
+    n = len(outcome.right)
+    per_task = {}
+    for i, task in enumerate(data.tasks):
+        mine = outcome.right[data.task == i]
+        per_task[task] = {"accuracy": float(mine.mean()), "interval": wilson(int(mine.sum()), len(mine))}
+        if task in DEEP_TASKS:
+            level = data.level[data.task == i]
+            per_task[task]["by_level"] = {int(n): float(mine[level == n].mean()) for n in np.unique(level)}
+    return {
+        "accuracy": outcome.accuracy,
+        "interval": wilson(int(outcome.right.sum()), n),
+        "tokens_before_first_error": float(outcome.token_right.mean()),
+        "mean_loops": outcome.mean_loops,
+        "tasks": per_task,
+    }
+
+
+def evaluate(
+    model_dir: Path, baseline_dir: Path | None, *, samples: int, validation_samples: int, rows: int, log: Log = print
+) -> dict[str, Any]:
+    """All numbers of the model card."""
+    begin = time.perf_counter()
+    loaded = load_checkpoint(model_dir, dtype="bfloat16")
+    model, params = loaded.model, loaded.params
+    assert isinstance(model, Ouro)
+    depth = model.spec.trained_loops
+    test = held_out_set(samples, TEST_CLASS)
+    evaluator = Evaluator(model, params, test, rows=rows)
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "environment": {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "dtype": "bfloat16"},
+        "samples": len(test.length),
+        "samples_per_task": len(test.length) // len(test.tasks),
+        "tasks": list(test.tasks),
+        "min_loops": MIN_LOOPS,
+        "trained_loops": depth,
+        "parameters": sum(int(a.size) for a in jax.tree.leaves(params)),
+        "fixed": [],
+        "thresholds": [],
+    }
+    for loops in range(1, depth + 1):
+        outcome = evaluator.run(max_loops=loops)
+        result["fixed"].append({"loops": loops, **_row(outcome, test)})
+        log(f"{loops} loops: {outcome.accuracy:.2%} exact")
+    full = outcome
+    for threshold in sorted({*THRESHOLDS, round(model.spec.exit_threshold, 4)}):
+        outcome = evaluator.run(threshold=threshold)
+        loss, low, high = paired_loss(full, outcome)
+        saved = 1 - outcome.mean_loops / depth
+        result["thresholds"].append(
+            {"threshold": threshold, "saved": saved, "lost": loss, "lost_interval": (low, high), **_row(outcome, test)}
+        )
+        log(f"threshold {threshold}: {outcome.accuracy:.2%} exact, mean loops {outcome.mean_loops:.3f} (-{saved:.1%})")
+    validation = held_out_set(validation_samples, VALIDATION_CLASS)
+    checker = Evaluator(model, params, validation, rows=rows)
+    chosen, saving, loss, tried = choose_threshold(checker, params, checker.run(), log)
+    result["validation"] = {
+        "samples": len(validation.length),
+        "threshold": chosen,
+        "saved": saving,
+        "lost": loss,
+        "tried": tried,
+    }
+    result["shipped_threshold"] = model.spec.exit_threshold
+    result["english_ce"] = english_cross_entropy(model, params)
+    if baseline_dir is not None:
+        base = load_checkpoint(baseline_dir, dtype="bfloat16")
+        assert isinstance(base.model, Ouro)
+        one = Evaluator(base.model, base.params, test, rows=rows).run()
+        result["baseline"] = {
+            "parameters": sum(int(a.size) for a in jax.tree.leaves(base.params)),
+            "loops": base.model.spec.trained_loops,
+            "english_ce": english_cross_entropy(base.model, base.params),
+            "gain": full.accuracy - one.accuracy,
+            **_row(one, test),
+        }
+        log(f"separately trained with one loop: {one.accuracy:.2%} exact")
+    result["claims"] = _claims(result)
+    log("claims: " + json.dumps(result["claims"]))
+    log(f"evaluated in {time.perf_counter() - begin:.0f} s")
+    return result
+
+
+def _claims(result: dict[str, Any]) -> dict[str, bool]:
+    """The properties this model exists for, as measured."""
+    fixed = [row["accuracy"] for row in result["fixed"]]
+    claims = {
+        "accuracy rises with every loop": all(a < b for a, b in zip(fixed, fixed[1:], strict=False)),
+        "some threshold saves 30 % of loops for at most 1 point": any(
+            row["saved"] >= WANTED_SAVING and row["lost"] <= 0.01 for row in result["thresholds"]
+        ),
+    }
+    if "baseline" in result:
+        claims["10 points above the one-loop model"] = result["baseline"]["gain"] >= 0.10
+    return claims
+
+
+def model_card(result: dict[str, Any], training: dict[str, Any] | None) -> str:
+    """The measured part of the model card, as markdown."""
+
+    def share(row: dict[str, Any]) -> str:
+        low, high = row["interval"]
+        return f"{row['accuracy']:.1%} ({low:.1%}–{high:.1%})"
+
+    tasks = result["tasks"]
+    base = result.get("baseline")
+    head = ["loops", "all", *tasks]
+    lines = [
+        "# The bundled model",
+        "",
+        f"A looped language model in Ouro's layout: {result['parameters']:,} parameters, "
+        f"{result['trained_loops']} loops over the same layers, BF16. It answers six small reasoning tasks and "
+        "continues English in the manner of its one book; it is a demonstration of adaptive depth, not an assistant.",
+        "",
+        "## Prompts it knows, and the right answers",
+        "",
+        *(f"    {prompt}`{answer}`".replace("`", "   ->  `", 1) for prompt, answer in EXAMPLES.items()),
+        "",
+        "## Data, recipe, command",
+        "",
+        "Tasks are generated on the fly (`rlt_jax/train/tasks.py`), with difficulty drawn per sample and per item; "
+        "prompts are split into training, validation and test by a hash of their tokens, so held-out prompts never "
+        "occur in training. English: *The Devil's Dictionary* (public domain, `rlt_jax/train/data/NOTICE.md`). Stage I "
+        "minimises the expected cross-entropy over exit depths minus an entropy term; stage II freezes the language "
+        "model and trains the exit gate alone. In stage I a third of the samples have random exit depths, so that the "
+        "model learns with the KV cache that early exits leave.",
+        "",
+    ]
+    if training:
+        lines += [
+            f"Command: `{training['command']}`",
+            "",
+            f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens on {training['device']}; "
+            f"stage I {training['stage1_seconds']:.0f} s, stage II {training['stage2_seconds']:.0f} s, with "
+            f"compilation. Gate shipped: `{training['gate']}` (chosen on the validation set), threshold "
+            f"{result['shipped_threshold']:g}.",
+            "",
+        ]
+        if training.get("gate_reason"):
+            lines += [training["gate_reason"], ""]
+    lines += [
+        "## Measured",
+        "",
+        f"{result['samples']:,} held-out samples ({result['samples_per_task']} per task), the same for every row; "
+        f"exact match of the whole answer, greedy, BF16, on {result['environment']['device']}; 95 % Wilson "
+        "intervals for all tasks together. `python -m rlt_jax.train.evaluate` reproduces the tables.",
+        "",
+        "Prompt and decode at a fixed number of loops:",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + " --- |" * len(head),
+    ]
+
+    def line(name: str, row: dict[str, Any]) -> str:
+        return f"| {name} | {share(row)} | " + " | ".join(f"{row['tasks'][t]['accuracy']:.1%}" for t in tasks) + " |"
+
+    lines += [line(str(row["loops"]), row) for row in result["fixed"]]
+    if base:
+        lines.append(line("1, trained with one loop", base))
+        lines += [
+            "",
+            f"The last row is a separately trained one-loop model of equal parameters ({base['parameters']:,}), data "
+            f"and steps. Four loops are {100 * base['gain']:.1f} points above it.",
+        ]
+    for task, unit in DEEP_TASKS.items():
+        levels = list(result["fixed"][0]["tasks"].get(task, {}).get("by_level", {}))
+        if not levels:
+            continue
+        lines += [
+            "",
+            f"`{task}` by difficulty (the most {unit} any item of the sample may need):",
+            "",
+            f"| loops | {' | '.join(str(n) for n in levels)} |",
+            "|" + " --- |" * (len(levels) + 1),
+        ]
+        rows = [(str(row["loops"]), row) for row in result["fixed"]]
+        rows += [("1, trained with one loop", base)] if base else []
+        for name, row in rows:
+            found = row["tasks"][task]["by_level"]
+            lines.append(f"| {name} | " + " | ".join(f"{found[n]:.0%}" if n in found else "" for n in levels) + " |")
+    lines += [
+        "",
+        f"Early exit (prompt at {result['trained_loops']} loops, min_loops {result['min_loops']}); loops are the mean "
+        "over outputs 2..n; lost is paired with full depth:",
+        "",
+        "| threshold | all | mean loops | loops saved | points lost (95 %) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in result["thresholds"]:
+        low, high = row["lost_interval"]
+        mark = " (shipped)" if row["threshold"] == round(result["shipped_threshold"], 4) else ""
+        lines.append(
+            f"| {row['threshold']:g}{mark} | {share(row)} | {row['mean_loops']:.2f} | {row['saved']:.1%} | "
+            f"{100 * row['lost']:.2f} ({100 * low:.2f} to {100 * high:.2f}) |"
+        )
+    check = result["validation"]
+    lines += [
+        "",
+        f"The threshold was chosen on {check['samples']:,} other samples (validation): {check['threshold']:g} saves "
+        f"{check['saved']:.1%} of loops there for {100 * check['lost']:.2f} points.",
+        "",
+        "English, cross-entropy of held-out entries in nats per token after loops 1 to "
+        f"{result['trained_loops']}: {', '.join(f'{v:.2f}' for v in result['english_ce'])}"
+        + (f"; the one-loop model {base['english_ce'][0]:.2f}." if base else "."),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rlt_jax.train.evaluate", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--baseline", type=Path, help="directory of the one-loop model to compare with")
+    parser.add_argument("--samples", type=int, default=4800, help="held-out test samples (default 4800)")
+    parser.add_argument("--validation-samples", type=int, default=2400, help="for the threshold (default 2400)")
+    parser.add_argument("--rows", type=int, default=1200, help="samples decoded together (default 1200)")
+    parser.add_argument("--training", type=Path, help="training.json of the run, for the card")
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    parser.add_argument("--card", type=Path, help="write the model card (markdown)")
+    args = parser.parse_args(argv)
+    for name in ("samples", "validation_samples", "rows"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be >= 1, found {getattr(args, name)}")
+    result = evaluate(
+        args.model,
+        args.baseline,
+        samples=args.samples,
+        validation_samples=args.validation_samples,
+        rows=args.rows,
+        log=lambda message: print(message, flush=True),
+    )
+    training = json.loads(args.training.read_text(encoding="utf-8")) if args.training else None
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.card:
+        args.card.write_text(model_card(result, training), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

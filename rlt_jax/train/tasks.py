@@ -1,0 +1,270 @@
+"""The reasoning tasks, as vectorised generators of token ids.
+
+    copy: q d k a w z m e = q d k a w z m e
+    reverse: q d k a w z m e = e m z w a k d q
+    sort: q d k a w z m e = a d e k m q w z
+    close:([(){<{[<([{<=>}])>]}>}])                              every bracket still open, innermost first
+    calc: a:3+5*2; b:7-9; c:4*1-2; d:1*8+6-3*3; = a6 b8 c2 d3     left to right, modulo 10
+    chain: d k, c d, w z, k a, z q, a m, q c, m w; q3 a1 d2 k5 = q k a m d a k q
+
+`chain` gives a mapping that is one cycle over its letters, in shuffled order, and asks several (letter, hops) queries;
+the answer repeats each queried letter and then says where that many hops lead.  Difficulty is drawn per sample (the
+most hops or operations any of its items may need) and then per item, so one answer mixes tokens that need one loop
+with tokens that need all of them.  Everything after `=` is the answer; it has at least 8 tokens, then end of text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from collections.abc import Callable
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from rlt_jax.train.tokenizer import eos_id
+
+HOLE = -1  # an absent token in the ragged matrices below
+MAX_HOPS = 7
+MAX_OPERATIONS = 7
+SPLIT_CLASSES = 16  # hash classes of a prompt: 0 is the test set, 1 the validation set, the others training
+TEST_CLASS, VALIDATION_CLASS = 0, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Symbols:
+    """Token ids of the task vocabulary.  Every symbol is one token (checked when the table is made)."""
+
+    eos: int
+    letters: np.ndarray  # [26]  " a" ... " z"
+    digits: np.ndarray  # [10]
+    operators: np.ndarray  # [3]  + - *
+    openers: np.ndarray  # [4]  ( [ { <
+    closers: np.ndarray  # [4]  ) ] } >
+    words: dict[str, int]  # task name -> its first token
+    colon: int
+    comma: int
+    semicolon: int
+    equals: int
+    space: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Symbols:
+        def one(text: str) -> int:
+            ids = tokenizer.encode(text).ids
+            if len(ids) != 1:
+                raise ValueError(f"{text!r} is {len(ids)} tokens; the tasks need it to be one")
+            return int(ids[0])
+
+        def many(texts: list[str]) -> np.ndarray:
+            return np.array([one(t) for t in texts], np.int32)
+
+        return cls(
+            eos=eos_id(tokenizer),
+            letters=many([f" {c}" for c in string.ascii_lowercase]),
+            digits=many(list(string.digits)),
+            operators=many(list("+-*")),
+            openers=many(list("([{<")),
+            closers=many(list(")]}>")),
+            words={name: one(name) for name in GENERATORS},
+            colon=one(":"),
+            comma=one(","),
+            semicolon=one(";"),
+            equals=one("="),
+            space=one(" "),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Left-justified samples of one task."""
+
+    tokens: np.ndarray  # [N, W] int32  prompt, answer, eos; HOLE beyond
+    prompt: np.ndarray  # [N] int32  prompt tokens
+    length: np.ndarray  # [N] int32  all tokens
+    level: np.ndarray  # [N] int32  difficulty drawn for the sample
+
+    def take(self, index: np.ndarray) -> Samples:
+        return Samples(self.tokens[index], self.prompt[index], self.length[index], self.level[index])
+
+
+def compact(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Move every row's tokens left over its holes; returns the rows and their lengths."""
+    present = rows != HOLE
+    out = np.full_like(rows, HOLE)
+    column = np.cumsum(present, axis=1) - 1
+    row = np.broadcast_to(np.arange(rows.shape[0])[:, None], rows.shape)
+    out[row[present], column[present]] = rows[present]
+    return out, present.sum(axis=1).astype(np.int32)
+
+
+def _assemble(s: Symbols, word: str, prompt: np.ndarray, answer: np.ndarray, level: np.ndarray, gap: bool) -> Samples:
+    n = prompt.shape[0]
+
+    def column(*ids: int) -> np.ndarray:
+        return np.broadcast_to(np.array(ids, np.int32), (n, len(ids)))
+
+    head = column(s.words[word], s.colon)
+    tail = column(s.space, s.equals) if gap else column(s.equals)
+    full_prompt = np.concatenate([head, prompt, tail], axis=1)
+    tokens, length = compact(np.concatenate([full_prompt, answer, column(s.eos)], axis=1))
+    return Samples(tokens, (full_prompt != HOLE).sum(axis=1).astype(np.int32), length, level.astype(np.int32))
+
+
+def _cut(values: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Keep the first `count` items (axis 1) of each row; the rest become holes."""
+    keep = np.arange(values.shape[1])[None, :] < count[:, None]
+    return np.where(keep.reshape(keep.shape + (1,) * (values.ndim - 2)), values, HOLE)
+
+
+def _distinct_letters(rng: np.random.Generator, n: int, width: int) -> np.ndarray:
+    return np.argsort(rng.random((n, 26), np.float32), axis=1)[:, :width].astype(np.int32)
+
+
+def _sequence(s: Symbols, rng: np.random.Generator, n: int, word: str) -> Samples:
+    if word == "sort":
+        items = _distinct_letters(rng, n, 13)
+        count = rng.integers(8, 14, n)
+    else:
+        items = rng.integers(0, 26, (n, 16)).astype(np.int32)
+        count = rng.integers(8, 17, n)
+    items = _cut(items, count)
+    if word == "copy":
+        answer = items
+    elif word == "reverse":
+        answer = items[:, ::-1]
+    else:
+        answer = np.sort(np.where(items == HOLE, 99, items), axis=1)
+        answer = np.where(answer == 99, HOLE, answer)
+
+    def ids(x: np.ndarray) -> np.ndarray:
+        return np.where(x == HOLE, HOLE, s.letters[x])
+
+    return _assemble(s, word, ids(items), ids(answer), count, gap=True)
+
+
+def _close(s: Symbols, rng: np.random.Generator, n: int) -> Samples:
+    """Brackets: a stack machine run on all rows at once; `closed` pairs are opened and closed again on the way."""
+    still_open = rng.integers(8, 13, n)
+    closed = rng.integers(0, 9, n)
+    width = 12 + 2 * 8
+    prompt = np.full((n, width), HOLE, np.int32)
+    stack = np.zeros((n, 12 + 8), np.int32)
+    depth = np.zeros(n, np.int64)
+    opens_left, closes_left = still_open + closed, closed.copy()
+    rows = np.arange(n)
+    for t in range(width):
+        running = opens_left + closes_left > 0
+        may_close = running & (depth > 0) & (closes_left > 0)
+        # closing as likely as its share of what is left keeps pairs spread over the prompt
+        chance = closes_left / np.maximum(opens_left + closes_left, 1)
+        close = may_close & ((rng.random(n) < chance * 1.3) | (opens_left == 0))
+        open_ = running & ~close
+        kind = rng.integers(0, 4, n)
+        top = stack[rows, np.maximum(depth - 1, 0)]
+        prompt[:, t] = np.where(close, s.closers[top], np.where(open_, s.openers[kind], HOLE))
+        stack[rows[open_], depth[open_]] = kind[open_]
+        depth = depth + open_ - close
+        opens_left = opens_left - open_
+        closes_left = closes_left - close
+    answer = _cut(stack[:, :12], depth)
+    position = depth[:, None] - 1 - np.arange(12)[None, :]
+    answer = np.where(position >= 0, s.closers[np.take_along_axis(stack, np.maximum(position, 0), axis=1)], HOLE)
+    return _assemble(s, "close", prompt, answer, closed, gap=False)
+
+
+def _levels(rng: np.random.Generator, n: int, most: int, easy: float) -> np.ndarray:
+    """Difficulty of each sample: uniform in 1..most, but 1 or 2 for a share `easy` of them."""
+    level = rng.integers(1, most + 1, n)
+    return np.where(rng.random(n) < easy, rng.integers(1, 3, n), level)
+
+
+def _calc(s: Symbols, rng: np.random.Generator, n: int, easy: float) -> Samples:
+    items, width = 7, MAX_OPERATIONS
+    count = rng.integers(4, items + 1, n)
+    level = _levels(rng, n, MAX_OPERATIONS, easy)
+    count = np.minimum(count, np.where(level > 3, 5, items))
+    names = _distinct_letters(rng, n, items)
+    operations = rng.integers(1, level[:, None] + 1, (n, items))
+    first = rng.integers(0, 10, (n, items))
+    operator = rng.integers(0, 3, (n, items, width))
+    operand = rng.integers(0, 10, (n, items, width))
+    # a product with 0 or 5 forgets what came before it: draw those rarely, or depth would not matter
+    forgets = (operator == 2) & (operand % 5 == 0) & (rng.random(operand.shape) < 0.8)
+    operand = np.where(forgets, 3, operand)
+    value = first
+    for k in range(width):
+        a, b = value, operand[:, :, k]
+        result = np.choose(operator[:, :, k], [a + b, a - b, a * b]) % 10
+        value = np.where(k < operations, result, a)
+    used = np.arange(width)[None, None, :] < operations[:, :, None]
+    steps = np.stack([s.operators[operator], s.digits[operand]], axis=-1)
+    steps = np.where(used[..., None], steps, HOLE).reshape(n, items, 2 * width)
+    letter = s.letters[names][..., None]
+    colon = np.full((n, items, 1), s.colon, np.int32)
+    # the semicolon is where a result can stand: a digit cannot know that it is the last one
+    end = np.full((n, items, 1), s.semicolon, np.int32)
+    prompt = _cut(np.concatenate([letter, colon, s.digits[first][..., None], steps, end], axis=-1), count)
+    answer = _cut(np.concatenate([letter, s.digits[value][..., None]], axis=-1), count)
+    return _assemble(s, "calc", prompt.reshape(n, -1), answer.reshape(n, -1), level, gap=True)
+
+
+def _chain(s: Symbols, rng: np.random.Generator, n: int, easy: float) -> Samples:
+    letters, queries = 10, 8
+    size = rng.integers(MAX_HOPS + 1, letters + 1, n)  # longer than MAX_HOPS, so no query comes back to its start
+    count = np.minimum(rng.integers(4, queries + 1, n), size)
+    level = _levels(rng, n, MAX_HOPS, easy)
+    cycle = _distinct_letters(rng, n, letters)
+    index = np.arange(letters)[None, :]
+    following = np.take_along_axis(cycle, (index + 1) % size[:, None], axis=1)
+    order = np.argsort(np.where(index < size[:, None], rng.random((n, letters)), 9.0), axis=1)
+    table = np.stack([np.take_along_axis(cycle, order, 1), np.take_along_axis(following, order, 1)], axis=-1)
+    comma = np.full((n, letters, 1), s.comma, np.int32)
+    table = _cut(np.concatenate([s.letters[table], comma], axis=-1), size).reshape(n, -1)
+    table[np.arange(n), 3 * size - 1] = s.semicolon
+    start = np.argsort(np.where(index < size[:, None], rng.random((n, letters)), 9.0), axis=1)[:, :queries]
+    hops = rng.integers(1, level[:, None] + 1, (n, queries))
+    begin = np.take_along_axis(cycle, start, 1)
+    end = np.take_along_axis(cycle, (start + hops) % size[:, None], 1)
+    asked = _cut(np.stack([s.letters[begin], s.digits[hops]], axis=-1), count).reshape(n, -1)
+    answer = _cut(np.stack([s.letters[begin], s.letters[end]], axis=-1), count).reshape(n, -1)
+    return _assemble(s, "chain", np.concatenate([table, asked], axis=1), answer, level, gap=True)
+
+
+GENERATORS: dict[str, Callable[[Symbols, np.random.Generator, int, float], Samples]] = {
+    "copy": lambda s, rng, n, easy: _sequence(s, rng, n, "copy"),
+    "reverse": lambda s, rng, n, easy: _sequence(s, rng, n, "reverse"),
+    "sort": lambda s, rng, n, easy: _sequence(s, rng, n, "sort"),
+    "close": lambda s, rng, n, easy: _close(s, rng, n),
+    "calc": _calc,
+    "chain": _chain,
+}
+
+
+def hash_class(samples: Samples) -> np.ndarray:
+    """A class in [0, SPLIT_CLASSES) from the prompt's tokens alone: the same prompt is always on the same side."""
+    state = np.full(samples.tokens.shape[0], 0x9E3779B97F4A7C15, np.uint64)
+    for t in range(int(samples.prompt.max(initial=0))):
+        mixed = (state ^ samples.tokens[:, t].astype(np.uint64)) * np.uint64(0xFF51AFD7ED558CCD)
+        mixed ^= mixed >> np.uint64(32)
+        state = np.where(t < samples.prompt, mixed, state)
+    return ((state >> np.uint64(17)) % np.uint64(SPLIT_CLASSES)).astype(np.int32)
+
+
+def draw(s: Symbols, task: str, rng: np.random.Generator, n: int, *, easy: float = 0.0) -> Samples:
+    """About n training samples, a share `easy` of calc and chain at the lowest levels; held-out classes are dropped."""
+    samples = GENERATORS[task](s, rng, n, easy)
+    return samples.take(hash_class(samples) > VALIDATION_CLASS)
+
+
+def held_out(s: Symbols, task: str, n: int, *, split_class: int, seed: int) -> Samples:
+    """Exactly n distinct samples of a held-out class; the same for every caller with the same arguments."""
+    rng = np.random.default_rng([seed, split_class, sorted(GENERATORS).index(task)])
+    found = GENERATORS[task](s, rng, (2 * n + 40) * SPLIT_CLASSES, 0.0)  # twice what is expected to be enough
+    found = found.take(hash_class(found) == split_class)
+    prompts = np.where(np.arange(found.tokens.shape[1])[None, :] < found.prompt[:, None], found.tokens, HOLE)
+    _, first = np.unique(prompts, axis=0, return_index=True)
+    found = found.take(np.sort(first)[:n])
+    if len(found.prompt) < n:
+        raise ValueError(f"only {len(found.prompt)} of {n} distinct held-out samples of '{task}'")
+    return found

@@ -1,0 +1,111 @@
+"""What XLA makes of the engine's programs on an H200, seen without one.
+
+PROTECTS: the pool is updated in place (a lost alias doubles memory and copies gigabytes a tick), no weight is copied
+(stacked weights cost 1.1 ms a tick), and the number of launches per layer does not creep up.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from rlt_jax.bench.workload import SHAPES
+from rlt_jax.config import KVLayoutKind
+from rlt_jax.kvcache.layout import KVLayout
+from rlt_jax.models.registry import model_from_config
+from rlt_jax.models.spec import TensorSource
+from rlt_jax.runtime.programs import Programs
+
+LAYERS, SLOTS, CONTEXT, PAGE = 3, 32, 1024, 64
+KERNELS_PER_LAYER = 15  # decode: 4 matmuls, attention, kv_write, and what norms, rotary and residuals fuse into
+
+
+def _programs(kind: KVLayoutKind, layers: int) -> tuple[Programs, object]:
+    model = model_from_config({**SHAPES["ouro-1.4b"], "num_hidden_layers": layers})
+    spec = model.spec
+    layout = KVLayout.create(
+        kind,
+        max_loops=spec.max_loops,
+        page_size=PAGE,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        num_layers=spec.num_layers,
+        dtype_bytes=2,
+    )
+    pages_per_slot = layout.pages_for(CONTEXT)
+    programs = Programs(
+        model=model,
+        layout=layout,
+        dtype=jnp.dtype("bfloat16"),
+        slots=SLOTS,
+        max_context=CONTEXT,
+        pages_per_slot=pages_per_slot,
+        pages=SLOTS * pages_per_slot,
+        max_ticks=4,
+        attention="triton",
+        kv_write="triton",
+    )
+    params = jax.tree.map(
+        lambda source: jax.ShapeDtypeStruct(source.shape, jnp.bfloat16),
+        model.sources(),
+        is_leaf=lambda leaf: isinstance(leaf, TensorSource),
+    )
+    return programs, params
+
+
+@pytest.fixture(scope="module")
+def reports():
+    from tests.deviceless.h200 import compile_for_h200
+
+    programs, params = _programs(KVLayoutKind.LAST_EXITED, LAYERS)
+    names = ("decode", "prefill_512", "bind", "begin", "report")
+    return programs, compile_for_h200(programs, params, (512,), names)
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill_512"])
+def test_the_pool_is_updated_in_place(reports, name):
+    programs, by_name = reports
+    pool = programs.pages * programs.layout.bytes_per_page
+    assert by_name[name].alias_bytes >= pool
+    assert by_name[name].temp_bytes < 128 << 20
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill_512", "bind", "begin", "report"])
+def test_nothing_as_large_as_a_weight_is_copied(reports, name):
+    """The smallest matrix of a layer is attn_out, 8 MiB; nothing near it may be copied or transposed."""
+    _, by_name = reports
+    smallest_matrix = 2048 * 2048 * 2
+    assert by_name[name].copies_of_at_least(smallest_matrix // 8) == []
+
+
+def test_launches_grow_only_with_layers(reports):
+    """Two depths give the launches per layer; a fusion lost in the core shows as a steeper line."""
+    from tests.deviceless.h200 import compile_for_h200
+
+    _, by_name = reports
+    programs, params = _programs(KVLayoutKind.LAST_EXITED, LAYERS - 1)
+    fewer = compile_for_h200(programs, params, (), ("decode",))["decode"]
+    assert fewer.kernels > 0
+    assert by_name["decode"].kernels - fewer.kernels <= KERNELS_PER_LAYER
+
+
+def test_shared_layout_decodes_in_place():
+    from tests.deviceless.h200 import compile_for_h200
+
+    programs, params = _programs(KVLayoutKind.SHARED, 2)
+    report = compile_for_h200(programs, params, (), ("decode",))["decode"]
+    assert report.alias_bytes >= programs.pages * programs.layout.bytes_per_page
+    assert report.copies_of_at_least(1 << 20) == []
+
+
+@pytest.mark.parametrize("slots", [1, 128], ids=["split keys", "one program per row and head"])
+def test_kernels_do_not_spill(slots):
+    """A spilled register turns a bandwidth-bound kernel into a latency-bound one."""
+    from tests.deviceless.h200 import kernel_resources
+
+    programs, _ = _programs(KVLayoutKind.LAST_EXITED, 1)
+    resources = kernel_resources(programs, slots)
+    assert {"paged_attention_decode", "paged_attention_prefill", "kv_write"} <= set(resources)
+    assert all(r.spill_bytes == 0 for r in resources.values()), resources
+    assert all(r.registers <= 255 for r in resources.values()), resources
