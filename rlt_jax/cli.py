@@ -82,14 +82,6 @@ def integer_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be integers separated by commas, found {text!r}") from None
 
 
-def positive_number(text: str) -> float:
-    """An argparse type: a finite number > 0, for durations."""
-    value = number(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a finite number > 0, found {text!r}")
-    return value
-
-
 # -- engine options ---------------------------------------------------------------------------------------------------
 
 # Option -> field of EngineConfig.  What an option leaves out keeps EngineConfig's default.

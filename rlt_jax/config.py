@@ -57,7 +57,8 @@ class EngineConfig:
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
         if not isinstance(self.kv_layout, KVLayoutKind):
-            raise InvalidConfig(f"kv_layout must be a KVLayoutKind, found {self.kv_layout!r}")
+            known = ", ".join(kind.value for kind in KVLayoutKind)
+            raise InvalidConfig(f"kv_layout must be a KVLayoutKind ({known}), found {self.kv_layout!r}")
         if self.attention not in ATTENTION_CHOICES:
             raise InvalidConfig(f"attention must be one of {', '.join(ATTENTION_CHOICES)}, found {self.attention!r}")
         limits = {
@@ -79,21 +80,35 @@ class EngineConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.05 <= fraction <= 0.98:
             raise InvalidConfig(f"memory_fraction must be in [0.05, 0.98], found {fraction!r}")
 
-    def resolved(self, *, platform: str, max_positions: int) -> EngineConfig:
+    def resolved(self, *, platform: str, max_positions: int) -> ResolvedEngineConfig:
         """Fill the platform's defaults in.  `platform` is jax's name: "gpu" or "cpu"."""
         defaults = PLATFORM_DEFAULTS["gpu" if platform == "gpu" else "cpu"]
-        slots = self.slots or defaults["slots"]
-        context = self.max_context or min(max_positions, defaults["max_context"])
+        settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)}
+        for name, value in defaults.items():
+            if settings[name] is None:
+                settings[name] = min(max_positions, value) if name == "max_context" else value
+        context = settings["max_context"]
         if context > max_positions:
             raise InvalidConfig(f"max_context={context} exceeds the model's max_position_embeddings={max_positions}")
-        return dataclasses.replace(
-            self,
-            slots=slots,
-            page_size=self.page_size or defaults["page_size"],
-            prefill_chunk=min(self.prefill_chunk or defaults["prefill_chunk"], context),
-            max_context=context,
-            round_ticks=self.round_ticks or (4 if slots >= 32 else 8),
-        )
+        settings["prefill_chunk"] = min(settings["prefill_chunk"], context)
+        if settings["round_ticks"] is None:
+            settings["round_ticks"] = 4 if settings["slots"] >= 32 else 8
+        return ResolvedEngineConfig(**settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedEngineConfig(EngineConfig):
+    """An EngineConfig that leaves nothing to the platform: what one engine really runs with.
+
+    kv_pages may still be None: the memory plan then says how many there are.
+    """
+
+    # field(): required, where a bare annotation would inherit the default None
+    slots: int = dataclasses.field()
+    page_size: int = dataclasses.field()
+    prefill_chunk: int = dataclasses.field()
+    max_context: int = dataclasses.field()
+    round_ticks: int = dataclasses.field()
 
 
 PLATFORM_DEFAULTS: dict[str, dict[str, int]] = {

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 
+def shown(value: object) -> str:
+    """`value` as a message shows it: short, and for integers that Python refuses to print (over 4,300 digits) too."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:160]}... ({len(text)} characters)"
+
+
 class RltError(Exception):
     """Base of every error this package raises on purpose."""
 
@@ -35,6 +43,10 @@ class QueueFull(RltError):
 
 class EngineDead(RltError):
     """The device failed and did not recover; the process must be restarted."""
+
+
+class DeviceFault(RltError):
+    """A program of a round could not be started: the state that it was given can no longer be trusted."""
 
 
 class CorruptState(RltError):

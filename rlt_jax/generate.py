@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -157,9 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not prompts:
             raise InvalidConfig("no prompt given; add --prompt TEXT or --prompt-ids 1,2,3")
         params = _params(options, len(prompts))
-        completions = _through_server(options, prompts, params) if options.server else _here(options, prompts, params)
-        for completion in completions:
-            print(as_json(completion) if options.format == "jsonl" else as_text(completion))
+        run = _here if options.server is None else _through_server
+        _write(run(options, prompts, params), options.format)
     except InvalidRequest as error:
         cli.fail(PROGRAM, f"{_option(error.field, options.prompts)}: {error.description}")
     except (InvalidConfig, CheckpointError, NotImplementedError) as error:  # the last: a choice that does not fit
@@ -210,7 +211,7 @@ def read_traces(path: Path) -> list[tuple[int, ...]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidRequest("exit_trace", f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the last: lists in lists in lists
         raise InvalidRequest("exit_trace", f"{path} is not JSON: {error}") from None
     if not isinstance(content, list) or not all(isinstance(trace, list) for trace in content):
         raise InvalidRequest("exit_trace", f"{path} must hold a list of lists of depths, one per prompt")
@@ -229,12 +230,8 @@ def _here(
     """Load the model into this process."""
     config = cli.engine_config(options)  # checked before jax is imported, which takes seconds
     from rlt_jax.llm import LLM
-    from rlt_jax.models.hub import find_model
 
-    model = options.model
-    if options.revision is not None:
-        model = find_model(model, revision=options.revision).path
-    with LLM(model, config, progress=sys.stderr.isatty()) as llm:
+    with LLM(options.model, config, revision=options.revision, progress=sys.stderr.isatty()) as llm:
         return llm.generate(prompts, params)
 
 
@@ -242,6 +239,8 @@ def _through_server(
     options: argparse.Namespace, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
 ) -> Sequence[Completion]:
     """Send the prompts to a running server, together."""
+    if not options.server:
+        raise InvalidConfig("--server is empty; give HOST:PORT")
     for option, field in _LOCAL_ONLY.items():
         if getattr(options, field) is not None:
             raise InvalidConfig(f"{option} is fixed when a server starts; it cannot be given with --server")
@@ -277,6 +276,25 @@ async def _complete_all(
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
+
+
+def _write(completions: Sequence[Completion], form: str) -> None:
+    """Print the results.  A reader that has seen enough (`| head`) ends the command without a word."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # no locale makes a result unprintable; JSON is always UTF-8
+        if form == "jsonl":
+            sys.stdout.reconfigure(encoding="utf-8")
+        else:
+            sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        for completion in completions:
+            print(as_json(completion) if form == "jsonl" else as_text(completion))
+        if sys.stdout is not None:  # None: closed by whoever started us
+            sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python writes the rest again at exit
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(cli.EXIT_FAILURE) from None
+        cli.fail(PROGRAM, f"the results cannot be written: {error.strerror}", cli.EXIT_FAILURE)
 
 
 def as_json(completion: Completion) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A looped language model, ready to generate.
+    """A looped language model, ready to generate.  Belongs to one thread; threads that share a model use a server.
 
     Args:
         model: a directory in Hugging Face layout, a Hugging Face repo id, or None for the bundled model.
         config: engine settings; see EngineConfig.
+        revision: branch, tag or commit of a repo id.
         progress: show loading progress on stderr.
 
     Example:
@@ -28,11 +30,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, config: EngineConfig | None = None, *, progress: bool = False
+        self,
+        model: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        revision: str | None = None,
+        progress: bool = False,
     ) -> None:
-        self.engine = LLMEngine(model, config, progress=progress)
+        self.engine = LLMEngine(model, config, revision=revision, progress=progress)
         self._numbers = itertools.count()
-        self._mail: dict[str, list[RequestOutput]] = {}
+        self._inboxes: dict[str, collections.deque[RequestOutput]] = {}  # by request_id; one for all of a call
 
     def generate(
         self,
@@ -53,7 +60,10 @@ class LLM:
         parts: list[list[RequestOutput]] = [[] for _ in requests]
         for index, output in self._run(requests):
             parts[index].append(output)
-        return [_completion(r, p) for r, p in zip(requests, parts, strict=True)]
+        return [
+            Completion.from_outputs(request.prompt_token_ids, request.params, outputs)
+            for request, outputs in zip(requests, parts, strict=True)
+        ]
 
     def stream(
         self,
@@ -91,46 +101,35 @@ class LLM:
         return [self.engine.prepare(*row) for row in zip(ids, several, each, strict=True)]
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        index = {r.request_id: i for i, r in enumerate(requests)}
-        self._mail.update((request_id, []) for request_id in index)
+        index = {request.request_id: i for i, request in enumerate(requests)}
+        inbox: collections.deque[RequestOutput] = collections.deque()
+        self._inboxes.update(dict.fromkeys(index, inbox))
         left = set(index)
         try:
             for request in requests:
                 self.engine.add(request)
             while left:
-                # several streams may be open: each takes its own mail, whoever made the engine step
-                if not any(self._mail[request_id] for request_id in left):
-                    for output in self.engine.step():
-                        if output.request_id in self._mail:
-                            self._mail[output.request_id].append(output)
-                for request_id in sorted(left, key=index.__getitem__):
-                    mail, self._mail[request_id] = self._mail[request_id], []
-                    for output in mail:
-                        if output.finished:
-                            left.discard(request_id)
-                        if output.error is not None:
-                            raise RltError(output.error)
-                        yield index[request_id], output
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    if output.finished:
+                        left.discard(output.request_id)
+                    if output.error is not None:
+                        raise RltError(output.error)
+                    yield index[output.request_id], output
         finally:
             for request_id in left:
                 self.engine.abort(request_id)
             for request_id in index:
-                del self._mail[request_id]
+                del self._inboxes[request_id]
 
+    def _step(self) -> None:
+        """Several streams may be open: whoever makes the engine step, each gets its own news.
 
-def _completion(request: Request, parts: list[RequestOutput]) -> Completion:
-    last = parts[-1]
-    if last.finish_reason is None or last.usage is None:
-        raise RltError(f"request {request.request_id} ended without a reason")
-    texts = [p.text for p in parts if p.text is not None]
-    return Completion(
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=tuple(itertools.chain.from_iterable(p.token_ids for p in parts)),
-        exit_depths=tuple(itertools.chain.from_iterable(p.exit_depths for p in parts)),
-        logprobs=tuple(itertools.chain.from_iterable(p.logprobs for p in parts)),
-        text="".join(texts) if texts else None,
-        finish_reason=last.finish_reason,
-        stop_match=last.stop_match,
-        params=request.params,
-        usage=last.usage,
-    )
+        News of a stream that was left early has no inbox any more.
+        """
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)

@@ -19,6 +19,19 @@ def reserve_memory(fraction: float) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
 
 
+def first_device() -> jax.Device:
+    """The device that an engine uses.
+
+    Raises:
+        InvalidConfig: JAX cannot start on the platform it was told to use.
+    """
+    try:
+        return jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:  # the latter where a plugin is installed and finds no device
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        raise InvalidConfig(f"JAX finds no device (JAX_PLATFORMS={asked!r}): {error or 'nothing answers'}") from None
+
+
 def cache_directory() -> Path:
     """Where compiled programs are kept between starts: $RLT_JAX_CACHE_DIR, else under the user's cache folder."""
     explicit = os.environ.get("RLT_JAX_CACHE_DIR")
@@ -32,14 +45,19 @@ def enable_compilation_cache() -> Path:
     """Keep compiled programs on disk.  The folder is private: JAX trusts what it finds there.
 
     Raises:
-        InvalidConfig: the folder exists and others may write to it.
+        InvalidConfig: the folder cannot be made or used, or it exists and others may write to it.
     """
     folder = cache_directory()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    if mode & 0o022:
-        raise InvalidConfig(f"compilation cache {folder} has mode {mode:o}; others can write to it: chmod 700 it")
-    folder.chmod(0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mode = stat.S_IMODE(folder.stat().st_mode)
+        if mode & 0o022:
+            raise InvalidConfig(f"compilation cache {folder} has mode {mode:o}; others can write to it: chmod 700 it")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise InvalidConfig(
+            f"compilation cache {folder} cannot be used ({error.strerror}); name another folder in RLT_JAX_CACHE_DIR"
+        ) from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

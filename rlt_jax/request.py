@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
+
+from rlt_jax.errors import RltError
 
 
 class FinishReason(enum.Enum):
@@ -62,7 +65,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    prompt_loops: int  # loops run over prompt positions: prompt_tokens * prefill_loops
+    prompt_loops: int  # over prompt positions: prompt_tokens * prefill_loops, 0 if it ended before its first token
     decode_loops: int  # loops that produced outputs 2..n: the sum of their exit depths
     full_depth_loops: int  # what outputs 2..n would have cost at max_loops
 
@@ -90,6 +93,20 @@ class RequestOutput:
         return self.finish_reason is not None or self.error is not None
 
 
+def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """One RequestOutput that says what `outputs`, consecutive ones of one request, say."""
+    if len(outputs) == 1:
+        return outputs[0]
+    texts = [output.text for output in outputs if output.text is not None]
+    return dataclasses.replace(
+        outputs[-1],
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        exit_depths=tuple(depth for output in outputs for depth in output.exit_depths),
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        text="".join(texts) if texts else None,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """The whole result of one prompt, as `LLM.generate` returns it."""
@@ -103,6 +120,30 @@ class Completion:
     stop_match: int | str | None
     params: ResolvedParams
     usage: Usage
+
+    @classmethod
+    def from_outputs(
+        cls, prompt_token_ids: tuple[int, ...], params: ResolvedParams, outputs: Sequence[RequestOutput]
+    ) -> Completion:
+        """The result of a request from all its outputs, the first to the last.
+
+        Raises:
+            RltError: they end before the request finished.
+        """
+        whole = merge_outputs(outputs) if outputs else None
+        if whole is None or whole.finish_reason is None or whole.usage is None:
+            raise RltError("the outputs end before the request finished")
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            token_ids=whole.token_ids,
+            exit_depths=whole.exit_depths,
+            logprobs=whole.logprobs,
+            text=whole.text,
+            finish_reason=whole.finish_reason,
+            stop_match=whole.stop_match,
+            params=params,
+            usage=whole.usage,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

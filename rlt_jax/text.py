@@ -41,6 +41,9 @@ class TextTokenizer:
         kinds = _decoder_kinds(tokenizer)
         self._byte_level = kinds == ["ByteLevel"]
         self._byte_fallback = "ByteFallback" in kinds
+        # a byte-level token covers as many bytes as it has characters, if nothing rewrites the text before
+        exact = self._byte_level and tokenizer.normalizer is None
+        self._longest_token = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1) if exact else None
         if "ByteLevel" in kinds and not self._byte_level:
             raise CheckpointError(
                 f"tokenizer.json: field 'decoder' is the sequence {', '.join(kinds)}; "
@@ -103,7 +106,12 @@ class TextTokenizer:
             raise InvalidRequest(
                 "prompt", f"is not valid Unicode: lone surrogate {text[error.start]!r} at character {error.start}"
             ) from None
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # not `encode`, which holds the GIL: a long prompt would stop every thread of a server for seconds
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the tokens of `text` that costs nothing: what cannot fit need not be tokenised."""
+        return -(-len(text) // self._longest_token) if self._longest_token else min(1, len(text))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of whole `token_ids`; bytes that form no character become U+FFFD, ids without a token nothing."""

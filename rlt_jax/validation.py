@@ -1,4 +1,4 @@
-"""Everything about a request is checked here, before it enters any queue.  No jax, no state."""
+"""Everything about a request is checked here, before it enters any queue.  Pure functions, no arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlt_jax.config import MAX_STOP_IDS, RequestDefaults
-from rlt_jax.errors import InvalidRequest
+from rlt_jax.errors import InvalidRequest, shown
 from rlt_jax.exits import POLICY_ALIASES, POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.models.spec import ModelSpec
 from rlt_jax.request import ResolvedParams, SamplingParams
@@ -20,28 +20,27 @@ MAX_TEMPERATURE = 3.4e38  # the device computes in float32, where anything large
 
 def _integer(field: str, value: Any, low: int, high: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(field, f"must be an integer, found {value!r} of type {type(value).__name__}")
+        raise InvalidRequest(field, f"must be an integer, found {shown(value)} of type {type(value).__name__}")
     if value < low or (high is not None and value > high):
         limit = f"in [{low}, {high}]" if high is not None else f">= {low}"
-        raise InvalidRequest(field, f"must be {limit}, found {value}")
+        raise InvalidRequest(field, f"must be {limit}, found {shown(value)}")
     return value
 
 
 def _number(field: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(field, f"must be a number, found {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
+        raise InvalidRequest(field, f"must be a number, found {shown(value)} of type {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(field, f"must be finite, found {value!r}")
     if value < low or value > high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        upper = f"{high:g}]" if math.isfinite(high) else "infinity)"
-        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {upper}, found {value!r}")
+        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], found {shown(value)}")
     return float(value)
 
 
 def _boolean(field: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(field, f"must be true or false, found {value!r}")
+        raise InvalidRequest(field, f"must be true or false, found {shown(value)}")
     return value
 
 
@@ -59,9 +58,9 @@ def check_prompt(prompt: Any, *, vocab_size: int, max_context: int) -> tuple[int
         raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the limit is max_context={max_context}")
     for i, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise InvalidRequest("prompt", f"token {i} must be an integer, found {token!r}")
+            raise InvalidRequest("prompt", f"token {i} must be an integer, found {shown(token)}")
         if not 0 <= token < vocab_size:
-            raise InvalidRequest("prompt", f"token {i} is {token}; the vocabulary is [0, {vocab_size - 1}]")
+            raise InvalidRequest("prompt", f"token {i} is {shown(token)}; the vocabulary is [0, {vocab_size - 1}]")
     return tuple(prompt)
 
 
@@ -91,7 +90,7 @@ def resolve_params(
     if capacity > max_context:
         raise InvalidRequest(
             "max_tokens",
-            f"{max_tokens} with a prompt of {prompt_tokens} needs {capacity} positions; the limit is "
+            f"{shown(max_tokens)} with a prompt of {prompt_tokens} needs {shown(capacity)} positions; the limit is "
             f"max_context={max_context}, so at most {max_context - prompt_tokens + 1} here",
         )
     if capacity > max_capacity:
@@ -118,9 +117,10 @@ def resolve_params(
             )
         for i, depth in enumerate(trace[1:], start=1):
             if not min_loops <= depth <= max_loops:
-                raise InvalidRequest("exit_trace", f"entry {i} is {depth}; allowed is [{min_loops}, {max_loops}]")
+                allowed = f"allowed is [{min_loops}, {max_loops}]"
+                raise InvalidRequest("exit_trace", f"entry {i} is {shown(depth)}; {allowed}")
     if params.logprobs not in ("raw", "processed"):
-        raise InvalidRequest("logprobs", f"must be 'raw' or 'processed', found {params.logprobs!r}")
+        raise InvalidRequest("logprobs", f"must be 'raw' or 'processed', found {shown(params.logprobs)}")
     ignore_eos = _boolean("ignore_eos", params.ignore_eos)
     return ResolvedParams(
         max_tokens=max_tokens,
@@ -151,7 +151,7 @@ def _check_policy(
         name = "trace" if trace is not None else defaults.exit_policy
     if not isinstance(name, str) or POLICY_ALIASES.get(name, name) not in POLICY_NAMES:
         known = ", ".join([*POLICY_NAMES, *POLICY_ALIASES])
-        raise InvalidRequest("exit_policy", f"must be one of {known}, found {name!r}")
+        raise InvalidRequest("exit_policy", f"must be one of {known}, found {shown(name)}")
     name = POLICY_ALIASES.get(name, name)
     needed = POLICY_NEEDS_SCORE.get(name)
     if needed is not None and needed not in spec.exit_scores:
@@ -187,11 +187,13 @@ def _check_stop_strings(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:
         raise InvalidRequest("stop", f"has {len(stop)} strings; the limit is {MAX_STOP_STRINGS}")
     for text in stop:
         if not isinstance(text, str):
-            raise InvalidRequest("stop", f"must hold strings, found {text!r}")
+            raise InvalidRequest("stop", f"must hold strings, found {shown(text)}")
         if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest(
                 "stop", f"a stop string has {len(text)} characters; allowed is 1 to {MAX_STOP_CHARACTERS}"
             )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidRequest("stop", f"must hold valid Unicode, found the lone surrogates of {shown(text)}")
     return tuple(dict.fromkeys(stop))
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlt_jax import cli
-from rlt_jax.config import EngineConfig
 from rlt_jax.errors import RltError
 from server.app import LISTENING, ServerConfig, run
 
@@ -94,27 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
 
         def make_engine() -> LLMEngine:
-            return _load_engine(options.model, options.revision, engine_config)
+            """A warm engine.  Runs in the engine thread, and imports jax, which takes seconds, only there."""
+            from rlt_jax.runtime.engine import LLMEngine
+
+            return LLMEngine(options.model, engine_config, revision=options.revision, progress=sys.stderr.isatty())
 
         return asyncio.run(run(config, make_engine))
     except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
         cli.fail(PROGRAM, error)
     except KeyboardInterrupt:  # a second one, while draining
         return cli.EXIT_INTERRUPTED
-
-
-def _load_engine(model: str | None, revision: str | None, config: EngineConfig) -> LLMEngine:
-    """A warm engine.  Runs in the engine thread, and imports jax, which takes seconds, only there."""
-    from rlt_jax.models.checkpoint import load_checkpoint
-    from rlt_jax.platform import reserve_memory
-    from rlt_jax.runtime.engine import LLMEngine
-
-    progress = sys.stderr.isatty()
-    if revision is None:
-        return LLMEngine(model, config, progress=progress)
-    reserve_memory(config.memory_fraction)  # before the checkpoint touches the device
-    loaded = load_checkpoint(model, dtype=config.dtype, revision=revision, progress=progress)
-    return LLMEngine(loaded, config, progress=progress)
 
 
 if __name__ == "__main__":

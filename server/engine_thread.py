@@ -140,17 +140,14 @@ class EngineThread:
             engine.close()
 
     def _serve(self, engine: LLMEngine) -> None:
-        in_doubt = False  # a request failed: the next step tells whether the device is broken, work or no work
         while not self._stopping:
             self._apply(engine, last_try=True)
-            self._pending.extend(self._take_commands(wait=not engine.has_work() and not in_doubt))
+            self._pending.extend(self._take_commands(wait=not engine.has_work()))
             self._apply(engine, last_try=False)
-            if engine.has_work() or in_doubt:
-                outputs = engine.step()
-                in_doubt = any(output.error is not None for output in outputs)
-                if outputs:
-                    self._post(self._deliver, [self._route(output) for output in outputs])
-            self.stats = engine.stats()
+            outputs = engine.step() if engine.has_work() else []
+            self.stats = engine.stats()  # before the news go out: whoever has heard them finds them counted
+            if outputs:
+                self._post(self._deliver, [self._route(output) for output in outputs])
 
     def _route(self, output: RequestOutput) -> tuple[Stream, RequestOutput]:
         """The stream that an output is for."""

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +16,6 @@ import grpc
 from rlt.v1 import generation_service_pb2 as pb
 from rlt.v1 import generation_service_pb2_grpc as pb_grpc
 from rlt_jax.client import wire
-from rlt_jax.config import KVLayoutKind
 from rlt_jax.errors import InvalidRequest, RltError
 from rlt_jax.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
 from server import status
@@ -113,10 +112,9 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
         """See generation_service.proto."""
         try:
-            engine = self._engine()
+            return _server_info(self._engine().server_info(), self._engine_thread.stats)
         except RltError as error:
             await _refuse(context, error)
-        return _server_info(engine, self._engine_thread.stats)
 
     # -- steps of Generate --------------------------------------------------------------------------------------------
 
@@ -255,22 +253,20 @@ def _model_info(info: dict[str, Any]) -> pb.GetModelInfoResponse:
     )
 
 
-def _server_info(engine: LLMEngine, stats: Any) -> pb.GetServerInfoResponse:
-    info = engine.server_info()
-    layout = info["kv_layout"]
+def _server_info(info: dict[str, Any], stats: Mapping[str, Any]) -> pb.GetServerInfoResponse:
     response = pb.GetServerInfoResponse(
         versions=info["versions"],
         platform=info["platform"],
         device_kind=info["device_kind"],
         device_count=info["devices"],
         settings=pb.EngineSettings(
-            kv_layout=layout.value if isinstance(layout, KVLayoutKind) else layout,
+            kv_layout=info["kv_layout"],
             slots=info["slots"],
             page_size=info["page_size"],
             prefill_chunk=info["prefill_chunk"],
             prefill_buckets=info["prefill_buckets"],
             round_ticks=info["round_ticks"],
-            max_waiting=engine.config.max_waiting or 0,
+            max_waiting=info["max_waiting"],
         ),
         implementations=[pb.OpImplementation(**implementation) for implementation in info["implementations"]],
         compiled_programs=info["compiled_programs"],

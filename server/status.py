@@ -13,6 +13,7 @@ from rlt_jax.client import wire
 from rlt_jax.errors import InvalidRequest, QueueFull, RltError
 
 RETRY_SECONDS = 1  # what RetryInfo suggests
+MAX_MESSAGE_BYTES = 1000  # a status travels in the trailers, twice and encoded, and peers refuse more than 8 KiB there
 
 
 class DuplicateRequest(RltError):
@@ -49,7 +50,7 @@ def of(error: RltError, request: pb.GenerateRequest | None = None) -> grpc.Statu
     match error:
         case InvalidRequest():
             field = wire.field_path(error.field, request) if request is not None else error.field
-            violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=error.description)
+            violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=_cut(error.description))
             details = error_details_pb2.BadRequest(field_violations=[violation])
             return _status(code_pb2.INVALID_ARGUMENT, f"{field}: {error.description}", details)
         case DuplicateRequest():
@@ -75,7 +76,15 @@ def _status(code: int, message: str, *details: Message) -> grpc.Status:
         any_message = any_pb2.Any()
         any_message.Pack(detail)
         packed.append(any_message)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
+    return rpc_status.to_status(status_pb2.Status(code=code, message=_cut(message), details=packed))
+
+
+def _cut(message: str) -> str:
+    """A device error can be many pages long; a status of that size never arrives."""
+    data = message.encode(errors="replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return message
+    return f"{data[:MAX_MESSAGE_BYTES].decode(errors='ignore')}... ({len(data)} bytes)"
 
 
 def _retry_info() -> error_details_pb2.RetryInfo:

@@ -7,9 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from rlt_jax.client import wire
 from rlt_jax.errors import RltError
-from rlt_jax.request import RequestOutput
+from rlt_jax.request import RequestOutput, merge_outputs
 from server.status import RequestFailed, SlowReader
 
 
@@ -71,7 +70,8 @@ class Stream:
             return True
         self._news.append(output)
         self._buffered_tokens += len(output.token_ids)
-        if self._buffered_tokens > self._limit_tokens:
+        # alone, a delivery always fits: one round may bring more tokens than a small limit
+        if self._buffered_tokens > self._limit_tokens and len(self._news) > 1:
             self.fail(SlowReader(self._buffered_tokens, self._limit_tokens))
             return False
         self._complete = output.finished
@@ -116,4 +116,4 @@ class Stream:
         if self._error is not None:
             raise self._error
         news, self._news, self._buffered_tokens = self._news, [], 0
-        return wire.merge_outputs(news)
+        return merge_outputs(news)

@@ -210,7 +210,7 @@ BAD = [
     (("--max-tokens", "513"), "--max-tokens: 513 with a prompt of 2 needs 514 positions"),
     (("--temperature", "nan"), "--temperature: must be finite, found nan"),
     (("--temperature", "inf"), "--temperature: must be finite, found inf"),
-    (("--temperature", "-1"), "--temperature: must be in [0, infinity), found -1.0"),
+    (("--temperature", "-1"), "--temperature: must be in [0, 3.4e+38], found -1.0"),
     (("--temperature", "hot"), "--temperature: must be a number, found 'hot'"),
     (("--exit-threshold", "nan"), "--exit-threshold: must be finite, found nan"),
     (("--exit-threshold", "-inf"), "--exit-threshold: must be finite, found -inf"),

@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlt_jax import cli
+from rlt_jax.errors import RltError
+
 SCHEMA_VERSION = 1
 
 
@@ -61,6 +64,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; returns the exit code (3: the machine is not fit to measure on)."""
     args = build_parser().parse_args(argv)
+    try:
+        return _measure(args, argv)
+    except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
+        cli.fail("python -m rlt_jax.bench", error)
+
+
+def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     from rlt_jax.platform import enable_compilation_cache, reserve_memory
 
     reserve_memory(0.92)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlt_jax.bench.environment import floor_tb_s
 from rlt_jax.bench.workload import params_for, random_prompt, tick_bytes
 from rlt_jax.config import EngineConfig
 from rlt_jax.models.checkpoint import LoadedCheckpoint
@@ -116,7 +117,7 @@ def tick(loaded: LoadedCheckpoint, slots: int, context: int, copy_tb_s: float, *
     engine.close()
     milliseconds = statistics.median(samples[2:]) * 1e3
     moved = tick_bytes(loaded, int(statistics.mean(positions)), slots, loops)
-    floor = moved / max(copy_tb_s, 4.28) / 1e9 if jax.default_backend() == "gpu" else moved / copy_tb_s / 1e9
+    floor = moved / floor_tb_s(copy_tb_s) / 1e9
     return {
         "op": "tick",
         "slots": slots,

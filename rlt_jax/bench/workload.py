@@ -68,12 +68,15 @@ def _random(seed: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return (1.0 + 0.1 * noise if len(shape) == 1 else noise * shape[-1] ** -0.5).astype(dtype)
 
 
-TRACE_FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "traces" / "mean2.5.json"
+TRACE_FILE = Path(__file__).resolve().parent / "traces" / "mean2.5.json"
 TRACE_DEPTHS, TRACE_SHARES, TRACE_SEED = (2, 3, 4), (0.6, 0.3, 0.1), 0
 
 
 def make_trace(requests: int = 256, outputs: int = 128) -> list[list[int]]:
-    """Exit depths of `requests` requests: the first output at 4, the others drawn from {2: 0.6, 3: 0.3, 4: 0.1}."""
+    """Exit depths of `requests` requests: the first output at 4, the others drawn from {2: 0.6, 3: 0.3, 4: 0.1}.
+
+    How the committed trace was made; a test holds the two equal.
+    """
     drawn = np.random.default_rng(TRACE_SEED).choice(TRACE_DEPTHS, size=(requests, outputs - 1), p=TRACE_SHARES)
     return [[4, *row] for row in drawn.tolist()]
 

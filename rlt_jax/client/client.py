@@ -84,22 +84,9 @@ class _Reader:
 
     def completion(self) -> Completion:
         """The whole result, once the stream has ended."""
-        if not self._outputs or self.params is None or self.prompt_token_ids is None:
-            raise RltError("the stream ended before the request finished")
-        whole = wire.merge_outputs(self._outputs)
-        if whole.finish_reason is None or whole.usage is None:
-            raise RltError("the stream ended before the request finished")
-        return Completion(
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=whole.token_ids,
-            exit_depths=whole.exit_depths,
-            logprobs=whole.logprobs,
-            text=whole.text,
-            finish_reason=whole.finish_reason,
-            stop_match=whole.stop_match,
-            params=self.params,
-            usage=whole.usage,
-        )
+        if self.params is None or self.prompt_token_ids is None:
+            raise RltError("the stream ended before the request was queued")
+        return Completion.from_outputs(self.prompt_token_ids, self.params, self._outputs)
 
 
 class _StreamBase:

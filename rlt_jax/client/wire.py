@@ -17,7 +17,7 @@ from typing import Any
 
 from rlt.v1 import generation_service_pb2 as pb
 from rlt.v1 import params_pb2
-from rlt_jax.errors import InvalidRequest
+from rlt_jax.errors import InvalidRequest, shown
 from rlt_jax.request import FinishReason, RequestOutput, ResolvedParams, SamplingParams, Usage
 
 PARAM_PATHS: dict[str, str] = {
@@ -112,7 +112,7 @@ def write_params(message: _HasParams, params: SamplingParams | ResolvedParams) -
         target = getattr(message, group)
         if name == "logprobs":
             if value not in _LOGPROB_MODES:
-                raise InvalidRequest(name, f"must be one of {', '.join(_LOGPROB_MODES)}, found {value!r}")
+                raise InvalidRequest(name, f"must be one of {', '.join(_LOGPROB_MODES)}, found {shown(value)}")
             target.logprob_mode = _LOGPROB_MODES[value]
         elif name == "exit_trace":
             _checked_ints(name, value)
@@ -184,15 +184,17 @@ def _checked_scalar(name: str, value: Any) -> Any:
     if name in _UINT32 or name == "seed":
         limit = 2**64 if name == "seed" else 2**32
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < limit:
-            raise InvalidRequest(name, f"must be an integer in [0, {limit - 1}], found {value!r}")
+            raise InvalidRequest(name, f"must be an integer in [0, {limit - 1}], found {shown(value)}")
     elif name in _FLOATS:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequest(name, f"must be a number, found {value!r}")
+            raise InvalidRequest(name, f"must be a number, found {shown(value)}")
+        if isinstance(value, int) and value.bit_length() > 1023:
+            raise InvalidRequest(name, f"must fit a double, found {shown(value)}")
     elif name == "ignore_eos":
         if not isinstance(value, bool):
-            raise InvalidRequest(name, f"must be True or False, found {value!r}")
-    elif not isinstance(value, str):
-        raise InvalidRequest(name, f"must be a string, found {value!r}")
+            raise InvalidRequest(name, f"must be True or False, found {shown(value)}")
+    else:
+        _checked_string(name, value, "must be")
     return value
 
 
@@ -201,32 +203,24 @@ def _checked_ints(name: str, values: Any, entry: str = "entry") -> None:
         raise InvalidRequest(name, f"must be a sequence of integers, found {type(values).__name__}")
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-            raise InvalidRequest(name, f"{entry} {i} must be an integer in [0, {2**32 - 1}], found {value!r}")
+            raise InvalidRequest(name, f"{entry} {i} must be an integer in [0, {2**32 - 1}], found {shown(value)}")
 
 
 def _checked_strings(name: str, values: Any) -> None:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise InvalidRequest(name, f"must be a sequence of strings, found {type(values).__name__}")
     for i, value in enumerate(values):
-        if not isinstance(value, str):
-            raise InvalidRequest(name, f"entry {i} must be a string, found {value!r}")
+        _checked_string(name, value, f"entry {i} must be")
+
+
+def _checked_string(name: str, value: Any, must_be: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidRequest(name, f"{must_be} a string, found {shown(value)}")
+    if any("\ud800" <= character <= "\udfff" for character in value):  # lone surrogates have no UTF-8
+        raise InvalidRequest(name, f"{must_be} valid Unicode, found {shown(value)}")
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
-
-
-def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """One RequestOutput that says what `outputs`, consecutive ones of one request, say."""
-    if len(outputs) == 1:
-        return outputs[0]
-    texts = [output.text for output in outputs if output.text is not None]
-    return dataclasses.replace(
-        outputs[-1],
-        token_ids=tuple(token for output in outputs for token in output.token_ids),
-        exit_depths=tuple(depth for output in outputs for depth in output.exit_depths),
-        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
-        text="".join(texts) if texts else None,
-    )
 
 
 def write_delta(output: RequestOutput) -> pb.TokenDelta:

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from rlt_jax.chat import ChatTemplate, special_token_text
-from rlt_jax.config import DTYPES
+from rlt_jax.config import DTYPES, MAX_STOP_IDS
 from rlt_jax.errors import CheckpointError, InvalidConfig
 from rlt_jax.models.generation_config import GenerationDefaults, read_generation_config
 from rlt_jax.models.hub import find_model
@@ -280,7 +280,12 @@ def _eos_ids(
                 raise CheckpointError(
                     f"{path / name}: field 'eos_token_id' must be below vocab_size={limit} of config.json, found {i}"
                 )
-    return tuple(dict.fromkeys(i for ids in by_file.values() for i in ids))
+    union = tuple(dict.fromkeys(i for ids in by_file.values() for i in ids))
+    if len(union) > MAX_STOP_IDS:  # else every request would be refused for ids that it did not give
+        raise CheckpointError(
+            f"{path}: {len(union)} end ids in {', '.join(by_file)}; at most {MAX_STOP_IDS} are served"
+        )
+    return union
 
 
 def _tensor_shapes(sources: Params) -> dict[str, tuple[int, ...]]:

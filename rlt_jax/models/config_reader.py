@@ -87,6 +87,15 @@ class ConfigReader:
             raise self._bad(field, "a number in [0, 1]", value)
         return float(value)
 
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """A list of finite numbers; absent and null are an empty one."""
+        value = self._get(field, [])
+        if not isinstance(value, list) or any(
+            isinstance(v, bool) or not isinstance(v, int | float) or not abs(v) <= _MAX_FLOAT for v in value
+        ):
+            raise self._bad(field, "a list of finite numbers", value)
+        return tuple(map(float, value))
+
     def token_ids(self, field: str) -> tuple[int, ...]:
         """An id, a list of ids, or null; the result is a tuple without repeats."""
         return read_token_ids(self._get(field, None), f"config.json: field '{field}'")

@@ -52,9 +52,12 @@ def find_model(source: str | Path | None, *, revision: str | None = None, cache_
         cache_dir: where downloads live; None is huggingface_hub's own cache.
 
     Raises:
-        CheckpointError: there is no such directory, or the download failed (offline, unknown, no access).
+        CheckpointError: there is no such directory, a revision of something that has none, or the download failed
+            (offline, unknown, no access).
     """
     if source is None:
+        if revision is not None:
+            raise CheckpointError(f"revision {revision!r} applies to a repository id, this is the bundled model")
         if not BUNDLED.is_dir():
             raise CheckpointError(f"{BUNDLED}: the bundled model is not installed; name a model directory instead")
         return ModelSource("bundled", BUNDLED)

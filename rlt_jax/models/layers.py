@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlt_jax.models.spec import KV, Attend, ModelSpec, TensorSource
+
 
 def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x [..., in] @ weight[out, in]^T -> [..., out].
@@ -44,3 +46,47 @@ def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate x) * up x) with gate and up stored as one [2F, E] matrix."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(jax.nn.silu(gate) * up, down)
+
+
+def self_attention(
+    x: jax.Array,
+    qkv: jax.Array,
+    out: jax.Array,
+    spec: ModelSpec,
+    layer: int,
+    positions: jax.Array,
+    kv: KV,
+    attend: Attend,
+) -> tuple[jax.Array, KV]:
+    """Grouped-query attention without biases, half-split rotary: normed x [..., E] -> [..., E].
+
+    Args:
+        qkv: [(H + 2K) D, E], q, k and v rows joined (`qkv_source`): one matmul instead of three.
+        out: [E, H D]; H D need not be E.
+        layer: number that `attend` knows the layer by.
+    """
+    q_end, k_end = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    parts = jnp.split(linear(x, qkv), (q_end, k_end), axis=-1)
+    q, k, v = (part.reshape(*x.shape[:-1], -1, spec.head_dim) for part in parts)
+    q, k = rope_half(q, positions, spec.rope_theta), rope_half(k, positions, spec.rope_theta)
+    kv, mixed = attend(kv, layer, q, k, v)
+    return linear(mixed.reshape(*x.shape[:-1], -1), out), kv
+
+
+def tensor(name: str, *shape: int) -> TensorSource:
+    """A parameter that is one tensor of the checkpoint."""
+    return TensorSource((name,), (shape,))
+
+
+def qkv_source(spec: ModelSpec, prefix: str) -> TensorSource:
+    """The joined projection of `self_attention`; `prefix` ends before `q_proj.weight`."""
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return TensorSource(
+        tuple(f"{prefix}{n}_proj.weight" for n in "qkv"), tuple((n, spec.hidden_size) for n in (q, kv, kv))
+    )
+
+
+def gate_up_source(spec: ModelSpec, prefix: str) -> TensorSource:
+    """The joined matrix of `swiglu`; `prefix` ends before `gate_proj.weight`."""
+    shape = (spec.intermediate_size, spec.hidden_size)
+    return TensorSource((f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), (shape, shape))

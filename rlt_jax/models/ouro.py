@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from rlt_jax.models.config_reader import ConfigReader
-from rlt_jax.models.layers import linear, rms_norm, rope_half, swiglu
-from rlt_jax.models.spec import KV, Attend, LoopedModel, ModelSpec, TensorSource
+from rlt_jax.models.layers import gate_up_source, linear, qkv_source, rms_norm, self_attention, swiglu, tensor
+from rlt_jax.models.spec import KV, Attend, LoopedModel, ModelSpec
 
 
 @jax.tree_util.register_dataclass
@@ -88,32 +88,29 @@ class Ouro(LoopedModel):
 
     def sources(self) -> OuroParams:
         s = self.spec
-        e, f, q, kv = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-
-        def one(name: str, *shape: int) -> TensorSource:
-            return TensorSource((name,), (shape,))
+        e = s.hidden_size
 
         def layer(i: int) -> OuroLayer:
             at = f"model.layers.{i}."
             attn, mlp = at + "self_attn.", at + "mlp."
             return OuroLayer(
-                attn_in_norm=one(at + "input_layernorm.weight", e),
-                qkv=TensorSource(tuple(attn + f"{n}_proj.weight" for n in "qkv"), ((q, e), (kv, e), (kv, e))),
-                attn_out=one(attn + "o_proj.weight", e, q),
-                attn_out_norm=one(at + "input_layernorm_2.weight", e),
-                mlp_in_norm=one(at + "post_attention_layernorm.weight", e),
-                gate_up=TensorSource((mlp + "gate_proj.weight", mlp + "up_proj.weight"), ((f, e), (f, e))),
-                down=one(mlp + "down_proj.weight", e, f),
-                mlp_out_norm=one(at + "post_attention_layernorm_2.weight", e),
+                attn_in_norm=tensor(at + "input_layernorm.weight", e),
+                qkv=qkv_source(s, attn),
+                attn_out=tensor(attn + "o_proj.weight", e, s.num_heads * s.head_dim),
+                attn_out_norm=tensor(at + "input_layernorm_2.weight", e),
+                mlp_in_norm=tensor(at + "post_attention_layernorm.weight", e),
+                gate_up=gate_up_source(s, mlp),
+                down=tensor(mlp + "down_proj.weight", e, s.intermediate_size),
+                mlp_out_norm=tensor(at + "post_attention_layernorm_2.weight", e),
             )
 
         return OuroParams(
-            embed=one("model.embed_tokens.weight", s.vocab_size, e),
+            embed=tensor("model.embed_tokens.weight", s.vocab_size, e),
             core=tuple(layer(i) for i in range(s.num_core_layers)),
-            loop_norm=one("model.norm.weight", e),
-            exit_gate_weight=one("model.early_exit_gate.weight", 1, e),
-            exit_gate_bias=one("model.early_exit_gate.bias", 1),
-            head=one("lm_head.weight", s.vocab_size, e),
+            loop_norm=tensor("model.norm.weight", e),
+            exit_gate_weight=tensor("model.early_exit_gate.weight", 1, e),
+            exit_gate_bias=tensor("model.early_exit_gate.bias", 1),
+            head=tensor("lm_head.weight", s.vocab_size, e),
         )
 
     def embed(self, params: OuroParams, tokens: jax.Array) -> jax.Array:
@@ -130,16 +127,9 @@ class Ouro(LoopedModel):
     ) -> tuple[jax.Array, KV]:
         del injected
         s, x = self.spec, state
-        heads = (s.num_heads, s.num_kv_heads, s.num_kv_heads)
         for i, p in enumerate(params.core):  # unrolled: a scan over stacked weights copies them every tick
-            qkv = linear(rms_norm(x, p.attn_in_norm, s.norm_eps), p.qkv)
-            q, k, v = (
-                part.reshape(*x.shape[:-1], n, s.head_dim)
-                for part, n in zip(_split(qkv, [n * s.head_dim for n in heads]), heads, strict=True)
-            )
-            q, k = rope_half(q, positions, s.rope_theta), rope_half(k, positions, s.rope_theta)
-            kv, out = attend(kv, i, q, k, v)
-            out = linear(out.reshape(*x.shape[:-1], -1), p.attn_out)
+            normed = rms_norm(x, p.attn_in_norm, s.norm_eps)
+            out, kv = self_attention(normed, p.qkv, p.attn_out, s, i, positions, kv, attend)
             x = x + rms_norm(out, p.attn_out_norm, s.norm_eps)
             out = swiglu(rms_norm(x, p.mlp_in_norm, s.norm_eps), p.gate_up, p.down)
             x = x + rms_norm(out, p.mlp_out_norm, s.norm_eps)
@@ -152,9 +142,3 @@ class Ouro(LoopedModel):
 
     def head(self, params: OuroParams, hidden: jax.Array) -> jax.Array:
         return linear(hidden, params.head, out_dtype=jnp.dtype(jnp.float32))
-
-
-def _split(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
-    """Split the last axis into parts of the given sizes."""
-    bounds = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    return jnp.split(x, bounds, axis=-1)

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlt_jax.errors import CheckpointError
+from rlt_jax.models.nanbeige import Nanbeige
 from rlt_jax.models.ouro import Ouro
 from rlt_jax.models.spec import LoopedModel
 
 MODELS: dict[str, type[LoopedModel]] = {
+    "nanbeige": Nanbeige,
     "ouro": Ouro,
 }
 

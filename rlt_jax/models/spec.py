@@ -55,11 +55,6 @@ class ModelSpec:
         """Physical layers, prelude and coda included."""
         return self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
 
-    @property
-    def has_boundary(self) -> bool:
-        """Whether entering or leaving the loop costs layers of its own."""
-        return self.num_prelude_layers + self.num_coda_layers > 0
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorSource:

@@ -10,6 +10,7 @@ transfers to itself, so a compile while serving is an error, not a pause.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import logging
 import platform as host_platform
 import time
@@ -22,30 +23,22 @@ import jax.numpy as jnp
 
 import rlt_jax
 from rlt_jax.config import EngineConfig, RequestDefaults
-from rlt_jax.errors import EngineDead, InvalidRequest
+from rlt_jax.errors import CorruptState, DeviceFault, EngineDead, InvalidConfig, InvalidRequest
 from rlt_jax.exits import POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
 from rlt_jax.models.checkpoint import LoadedCheckpoint, load_checkpoint
-from rlt_jax.platform import enable_compilation_cache, reserve_memory
-from rlt_jax.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
+from rlt_jax.platform import enable_compilation_cache, first_device, reserve_memory
+from rlt_jax.request import FinishReason, Request, RequestOutput, SamplingParams
+from rlt_jax.runtime.outputs import Outputs
+from rlt_jax.runtime.plan import Delivery
 from rlt_jax.runtime.runner import MAX_IN_FLIGHT, Runner
-from rlt_jax.runtime.scheduler import Delivery, Scheduler, SchedulerLimits
-from rlt_jax.text import OutputText
+from rlt_jax.runtime.scheduler import Scheduler, SchedulerLimits
 from rlt_jax.validation import check_prompt, resolve_params
 
 log = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_RESETS = 3  # device failures without one good round in between: the device is taken for broken
-
-
-@dataclasses.dataclass
-class _Delivered:
-    """What a live request has received so far."""
-
-    text: OutputText | None
-    tokens: int = 0
-    decode_loops: int = 0
 
 
 class LLMEngine:
@@ -54,6 +47,7 @@ class LLMEngine:
     Args:
         model: a directory in Hugging Face layout, a repo id, an already loaded checkpoint, or None (bundled model).
         config: settings; None fields are chosen from the platform and the checkpoint.
+        revision: branch, tag or commit of a repo id; None is the pinned one where this version knows the model.
         progress: show loading progress on stderr.
 
     Raises:
@@ -65,17 +59,24 @@ class LLMEngine:
         model: str | Path | LoadedCheckpoint | None = None,
         config: EngineConfig | None = None,
         *,
+        revision: str | None = None,
         progress: bool = False,
     ) -> None:
         config = config or EngineConfig()
         reserve_memory(config.memory_fraction)
         if config.compilation_cache:
             enable_compilation_cache()
-        device = jax.devices()[0]
+        device = first_device()
         if isinstance(model, LoadedCheckpoint):
+            if revision is not None:
+                raise InvalidConfig(f"revision={revision!r} applies to a repository id, found a loaded checkpoint")
             self.loaded = model
         else:
-            self.loaded = load_checkpoint(model, dtype=config.dtype, device=device, progress=progress)
+            self.loaded = load_checkpoint(
+                model, dtype=config.dtype, revision=revision, device=device, progress=progress
+            )
+        if self.loaded.dtype != config.dtype:
+            raise InvalidConfig(f"dtype={config.dtype}, but the checkpoint given was loaded as {self.loaded.dtype}")
         spec = self.loaded.model.spec
         self.config = config.resolved(platform=device.platform, max_positions=spec.max_positions)
         self.defaults = _request_defaults(self.loaded)
@@ -83,7 +84,7 @@ class LLMEngine:
         self._layout = KVLayout.create(
             self.config.kv_layout,
             max_loops=spec.max_loops,
-            page_size=self.config.page_size or 1,
+            page_size=self.config.page_size,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             num_layers=spec.num_layers,
@@ -101,15 +102,15 @@ class LLMEngine:
         self._pages = PageAllocator(self._runner.memory_plan.pages)
         self._scheduler = Scheduler(
             SchedulerLimits(
-                slots=self.config.slots or 1,
-                prefill_chunk=self.config.prefill_chunk or 1,
-                round_ticks=self.config.round_ticks or 1,
+                slots=self.config.slots,
+                prefill_chunk=self.config.prefill_chunk,
+                round_ticks=self.config.round_ticks,
                 max_waiting=self.config.max_waiting,
             ),
             self._layout,
             self._pages,
         )
-        self._delivered: dict[Request, _Delivered] = {}
+        self._outputs = Outputs()
         self._ended: list[RequestOutput] = []  # outputs of requests that ended outside a round
         self._resets_in_a_row = 0
         self._dead: str | None = None
@@ -136,8 +137,13 @@ class LLMEngine:
                 raise InvalidRequest("prompt", "is empty; at least 1 token is needed")
             if tokenizer is None:
                 raise InvalidRequest("prompt", "is text, but the model has no tokenizer; give token ids")
+            least, limit = tokenizer.least_tokens(prompt), self.config.max_context
+            if least > limit:
+                raise InvalidRequest(
+                    "prompt", f"has {len(prompt)} characters, at least {least} tokens; the limit is max_context={limit}"
+                )
             prompt = tokenizer.encode(prompt)
-        spec, context = self.loaded.model.spec, self.config.max_context or 1
+        spec, context = self.loaded.model.spec, self.config.max_context
         tokens = check_prompt(prompt, vocab_size=spec.vocab_size, max_context=context)
         resolved = resolve_params(
             params or SamplingParams(),
@@ -162,9 +168,7 @@ class LLMEngine:
         if self._dead:
             raise EngineDead(self._dead)
         self._scheduler.submit(request)
-        tokenizer = self.loaded.tokenizer
-        text = OutputText(tokenizer, request.params.stop) if tokenizer is not None else None
-        self._delivered[request] = _Delivered(text)
+        self._outputs.open(request, self.loaded.tokenizer)
 
     def add_request(
         self, request_id: str, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -179,12 +183,12 @@ class LLMEngine:
         request = self._scheduler.find(request_id)
         if request is None or not self._scheduler.end(request):
             return False
-        self._ended.append(self._last_output(request, FinishReason.ABORT))
+        self._ended.append(self._outputs.close(request, FinishReason.ABORT))
         return True
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do or to deliver."""
-        return bool(self._scheduler.has_plannable_work() or self._runner.in_flight or self._ended)
+        """Whether `step` has something to do, to deliver, or to raise: a dead engine must not pass for an idle one."""
+        return bool(self._dead or self._scheduler.has_plannable_work() or self._runner.in_flight or self._ended)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -193,16 +197,18 @@ class LLMEngine:
 
         Raises:
             EngineDead: the device stays broken; every live request has received its error from the step before.
+            CorruptState: a bug of ours; nothing that this engine says can be trusted any more.
         """
         if self._dead:
             if self._ended:
                 ended, self._ended = self._ended, []
                 return ended
             raise EngineDead(self._dead)
+        earlier, self._ended = self._ended, []  # before this round's: an id may have a new owner by now
         with jax.no_tracing(), jax.transfer_guard("disallow"):
             outputs = self._step()
         ended, self._ended = self._ended, []
-        return outputs + ended
+        return [*earlier, *outputs, *ended]
 
     def _step(self) -> list[RequestOutput]:
         try:
@@ -212,6 +218,8 @@ class LLMEngine:
                 self._scheduler.check()
                 return []
             plan, events = self._runner.collect()
+        except CorruptState:  # the host's own books are wrong: a fresh pool would not help
+            raise
         except Exception as error:  # whatever broke, the pool's contents can no longer be trusted
             self._recover(error)
             return []
@@ -219,27 +227,39 @@ class LLMEngine:
         self._counters["rounds"] += 1
         self._counters["ticks"] += events.ticks
         self._counters["idle_rows"] += events.idle_rows
-        outputs = [out for d in self._scheduler.apply(plan, events) if (out := self._deliver(d)) is not None]
+        outputs = [self._deliver(delivery) for delivery in self._scheduler.apply(plan, events)]
         if not self._scheduler.has_live() and not self._runner.in_flight:
             self._scheduler.check()
         return outputs
 
     def _dispatch(self) -> None:
         """One plan to the device.  A host fault rolls the plan back and is retried once; nobody notices."""
+        try:
+            self._plan_and_dispatch()
+        except (CorruptState, DeviceFault):
+            raise
+        except Exception:
+            log.warning("a host fault before dispatch, trying once more", exc_info=True)
+            self._plan_and_dispatch()
+
+    def _plan_and_dispatch(self) -> None:
+        """As `_dispatch`, once.  After a host fault the scheduler is as if no plan had been made."""
         plan = self._scheduler.plan()
         try:
             self._runner.dispatch(plan)
-        except Exception as error:
-            log.warning("dispatch of round %d failed, trying once more: %s", plan.number, error)
+        except DeviceFault:  # the plan has begun: its requests are on the device
+            raise
+        except Exception:
             self._scheduler.rollback(plan)
-            self._runner.dispatch(self._scheduler.plan())
+            raise
 
     def _recover(self, error: Exception) -> None:
         """The device state is lost: requests in a slot fail, the others go on with a fresh pool."""
         log.error("device failure, starting over with a fresh pool", exc_info=error)
-        reason = f"the device failed while this request was running: {type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, DeviceFault) else f"{type(error).__name__}: {error}"
+        reason = f"the device failed while this request was running: {what}"
         for request in self._scheduler.fail_running():
-            self._ended.append(self._last_output(request, None, error=reason))
+            self._ended.append(self._outputs.close(request, None, error=reason))
         self._counters["resets"] += 1
         self._resets_in_a_row += 1
         try:
@@ -249,79 +269,16 @@ class LLMEngine:
         except Exception as second:
             self._dead = f"the device did not recover: {type(second).__name__}: {second} (first: {error})"
             log.critical(self._dead)
+            self._runner.close()
             for request in self._scheduler.fail_waiting():
-                self._ended.append(self._last_output(request, None, error=self._dead))
+                self._ended.append(self._outputs.close(request, None, error=self._dead))
 
-    # -- results ------------------------------------------------------------------------------------------------------
-
-    def _deliver(self, delivery: Delivery) -> RequestOutput | None:
-        """Turn tokens into an output: text, stop strings, usage.  Tokens past a stop string are dropped, unbilled."""
-        request, finish = delivery.request, delivery.finish
-        state = self._delivered[request]
-        stop_match: int | str | None = None
-        kept, text = len(delivery.tokens), ""
-        for i, token in enumerate(delivery.tokens):
-            ends_by_id = finish is FinishReason.STOP and i == len(delivery.tokens) - 1
-            if ends_by_id:
-                stop_match = token  # an EOS or stop id stays in token_ids and out of the text
-                break
-            if state.text is None:
-                continue
-            step = state.text.push(token)
-            text += step.delta
-            if step.stop_match is not None:
-                kept, stop_match = i + 1, step.stop_match
-                if finish is None:
-                    self._scheduler.end(request)
-                finish = FinishReason.STOP
-                break
-        tokens, depths = delivery.tokens[:kept], delivery.depths[:kept]
-        state.decode_loops += sum(depths if state.tokens else depths[1:])
-        state.tokens += kept
-        self._counters["generated_tokens"] += kept
-        if finish is None:
-            return RequestOutput(
-                request_id=request.request_id,
-                token_ids=tokens,
-                exit_depths=depths,
-                logprobs=delivery.logprobs[:kept],
-                text=None if state.text is None else text,
-            )
-        if state.text is not None and not isinstance(stop_match, str):
-            text += state.text.finish()
-        last = self._last_output(request, finish, flush=False)
-        return dataclasses.replace(
-            last,
-            token_ids=tokens,
-            exit_depths=depths,
-            logprobs=delivery.logprobs[:kept],
-            text=None if state.text is None else text,
-            stop_match=stop_match,
-        )
-
-    def _last_output(
-        self, request: Request, finish: FinishReason | None, *, error: str | None = None, flush: bool = True
-    ) -> RequestOutput:
-        """The output that ends a request; forgets the request."""
-        state = self._delivered.pop(request)
-        p, prompt = request.params, len(request.prompt_token_ids)
-        text = None if state.text is None else state.text.finish() if flush else ""
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=(),
-            exit_depths=(),
-            logprobs=(),
-            text=text,
-            finish_reason=finish,
-            error=error,
-            usage=Usage(
-                prompt_tokens=prompt,
-                completion_tokens=state.tokens,
-                prompt_loops=prompt * p.prefill_loops,
-                decode_loops=state.decode_loops,
-                full_depth_loops=max(0, state.tokens - 1) * p.max_loops,
-            ),
-        )
+    def _deliver(self, delivery: Delivery) -> RequestOutput:
+        output = self._outputs.deliver(delivery)
+        self._counters["generated_tokens"] += len(output.token_ids)
+        if output.finished and delivery.finish is None:  # by a stop string: slot and pages are still held
+            self._scheduler.end(delivery.request)
+        return output
 
     # -- information --------------------------------------------------------------------------------------------------
 
@@ -364,6 +321,7 @@ class LLMEngine:
             "versions": {
                 "rlt_jax": rlt_jax.__version__,
                 "jax": jax.__version__,
+                "jaxlib": importlib.metadata.version("jaxlib"),
                 "python": host_platform.python_version(),
             },
             "platform": self._device.platform,
@@ -376,7 +334,7 @@ class LLMEngine:
             "prefill_buckets": list(self._runner.prefill_buckets),
             "round_ticks": c.round_ticks,
             "max_waiting": c.max_waiting,
-            "implementations": [dataclasses.asdict(c) for c in self._runner.implementations],
+            "implementations": [dataclasses.asdict(choice) for choice in self._runner.implementations],
             "memory_plan": self._runner.memory_plan.as_dict(),
             "defaults": self.defaults.as_dict(),
             "compiled_programs": self._runner.compiled_programs,
@@ -385,9 +343,10 @@ class LLMEngine:
         }
 
     def close(self) -> None:
-        """Give the device memory back.  The engine is dead afterwards."""
+        """Give the device memory back, unless others hold the checkpoint too.  The engine is dead afterwards."""
         self._dead = "the engine was closed"
         self._runner.close()
+        self.loaded = dataclasses.replace(self.loaded, params=None)
 
     def __enter__(self) -> LLMEngine:
         return self

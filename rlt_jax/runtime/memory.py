@@ -21,8 +21,10 @@ class MemoryPlan:
     bytes_per_page: int
     useful_pages: int  # slots at full context: more would never be used
     parameter_bytes: int
-    program_temp_bytes: int  # largest scratch of any compiled program; 0 where it is not known yet
-    device_limit_bytes: int | None  # what the process may use on the device
+    used_bytes: int  # in use before the pool is made: the parameters, and whatever else this process keeps there
+    reserved_bytes: int  # set aside for program scratch and SLACK_BYTES
+    device_limit_bytes: int | None  # what the process may use on the device; None where it is not known (CPU)
+    program_temp_bytes: int = 0  # largest scratch of any compiled program; 0 until they are compiled
 
     @property
     def kv_bytes(self) -> int:
@@ -39,42 +41,53 @@ def plan_memory(
     slots: int,
     max_context: int,
     parameter_bytes: int,
-    program_temp_bytes: int,
+    used_bytes: int,
+    scratch_bytes: int,
     device_limit_bytes: int | None,
 ) -> MemoryPlan:
     """Choose the number of pages: an explicit request, else what the device has left, else every slot at full context.
 
+    Args:
+        used_bytes: in use on the device now, parameters included.
+        scratch_bytes: to leave free for the programs' temporary buffers.
+
     Raises:
-        InvalidConfig: not even one slot at full context fits, or a layer's array would be too large to address.
+        InvalidConfig: the pages asked for, or one slot at full context, do not fit, or a layer's array would be too
+            large to address.
     """
     per_slot = layout.pages_for(max_context)
     useful = slots * per_slot
+    addressable = MAX_ARRAY_ELEMENTS // (layout.planes * layout.kv_heads * layout.page_size * layout.head_dim)
+    reserved, left = 0, None
+    if device_limit_bytes is not None:
+        reserved = scratch_bytes + SLACK_BYTES
+        left = max(0, device_limit_bytes - used_bytes - reserved)
+
+    def must_fit(what: str, pages: int, remedy: str) -> None:
+        if left is not None and pages * layout.bytes_per_page > left:
+            raise InvalidConfig(
+                f"{what} needs {pages * layout.bytes_per_page:,} bytes of KV; {left:,} are left of "
+                f"{device_limit_bytes:,} after what is in use ({used_bytes:,}, parameters included) and room for "
+                f"the programs ({reserved:,}): lower {remedy}"
+            )
+
     if requested_pages is not None:
         source, pages = "kv_pages", requested_pages
-    elif device_limit_bytes is not None:
-        left = device_limit_bytes - parameter_bytes - program_temp_bytes - SLACK_BYTES
-        source, pages = "device_memory", min(useful, left // layout.bytes_per_page)
-        if pages < per_slot:
-            raise InvalidConfig(
-                f"one slot at max_context={max_context} needs {per_slot * layout.bytes_per_page:,} bytes of KV; "
-                f"{max(left, 0):,} are left of {device_limit_bytes:,} after parameters ({parameter_bytes:,}) and "
-                f"program scratch ({program_temp_bytes:,}): lower max_context"
-            )
+        must_fit(f"kv_pages={pages}", pages, "kv_pages")
+        if pages > addressable:
+            raise InvalidConfig(f"kv_pages={pages} exceeds {addressable}, the most one layer can address")
+    elif left is not None:
+        must_fit(f"one slot at max_context={max_context}", per_slot, "max_context")
+        source, pages = "device_memory", min(useful, left // layout.bytes_per_page, addressable)
     else:
-        source, pages = "host_default", useful
-    page_elements = layout.planes * layout.kv_heads * layout.page_size * layout.head_dim
-    if pages * page_elements > MAX_ARRAY_ELEMENTS:
-        if source == "kv_pages":
-            raise InvalidConfig(
-                f"kv_pages={pages} exceeds {MAX_ARRAY_ELEMENTS // page_elements}, the most one layer can address"
-            )
-        pages = MAX_ARRAY_ELEMENTS // page_elements
+        source, pages = "host_default", min(useful, addressable)
     return MemoryPlan(
         source=source,
         pages=pages,
         bytes_per_page=layout.bytes_per_page,
         useful_pages=useful,
         parameter_bytes=parameter_bytes,
-        program_temp_bytes=program_temp_bytes,
+        used_bytes=used_bytes,
+        reserved_bytes=reserved,
         device_limit_bytes=device_limit_bytes,
     )

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import numpy as np
 
-from rlt_jax.request import Request
+from rlt_jax.request import FinishReason, Request
+
+NO_TOKEN = -1  # in events and stop ids: an id no vocabulary has
+
+
+class Finish(enum.IntEnum):
+    """Whether a slot's request ended on the device.  Values are what the events hold."""
+
+    NONE = 0
+    STOP = 1  # a stop or EOS id
+    LENGTH = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,16 +63,17 @@ class RoundEvents:
 
     ticks: int
     idle_rows: int
-    token: np.ndarray  # [ticks, S]
+    token: np.ndarray  # [ticks, S], NO_TOKEN where nothing was sampled
     depth: np.ndarray  # [ticks, S]
     logprob: np.ndarray  # [ticks, S] float32
-    finish: np.ndarray  # [ticks, S]
+    finish: np.ndarray  # [ticks, S], Finish
     phase: np.ndarray  # [S] at the end of the round
     position: np.ndarray  # [S]
     loops: np.ndarray  # [S] loops done for the token being computed
 
     @classmethod
     def unpack(cls, packed: np.ndarray, max_ticks: int) -> RoundEvents:
+        """The inverse of `programs.Events.pack`."""
         ticks_row, idle_row, phase, position, loops = packed[4 * max_ticks :]
         ticks = int(ticks_row[0])
         part = [packed[i * max_ticks : i * max_ticks + ticks] for i in range(4)]
@@ -76,3 +88,14 @@ class RoundEvents:
             position=position,
             loops=loops,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """Tokens that one round produced for one request, and whether the device ended it."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    depths: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: FinishReason | None

@@ -30,10 +30,9 @@ from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pool import KVPool, empty_pool, write_rows
 from rlt_jax.models.spec import Attend, LoopedModel, Params
 from rlt_jax.ops.paged_attention.api import paged_attention
-from rlt_jax.runtime.slots import NO_TOKEN, Phase, SlotState, apply_bind, empty_slots
+from rlt_jax.runtime.plan import NO_TOKEN, Finish
+from rlt_jax.runtime.slots import Phase, SlotState, apply_bind, empty_slots
 from rlt_jax.sampling import sample
-
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +45,7 @@ class Events:
     token: Any  # [N, S] i32, NO_TOKEN where nothing was sampled
     depth: Any  # [N, S] i32, exit depth of the token, one-based
     logprob: Any  # [N, S] f32
-    finish: Any  # [N, S] i32, FINISH_*
+    finish: Any  # [N, S] i32, Finish
 
     @staticmethod
     def empty(max_ticks: int, slots: int) -> Events:
@@ -185,7 +184,7 @@ class Programs:
         def more(carry: tuple[Events, KVPool, SlotState]) -> jax.Array:
             events, _, slots = carry
             runnable = (slots.phase == Phase.CORE) | (slots.phase == Phase.READOUT) | self._can_enter(slots)
-            ended = (round_.end_early != 0) & (events.finish != FINISH_NONE).any()
+            ended = (round_.end_early != 0) & (events.finish != Finish.NONE).any()
             return (events.ticks < round_.ticks) & runnable.any() & ~ended
 
         def tick(carry: tuple[Events, KVPool, SlotState]) -> tuple[Events, KVPool, SlotState]:
@@ -244,8 +243,8 @@ class Programs:
         logits = self.model.head(params, hidden)
         token, logprob = sample(logits, slots.sampler, slots.output_index, live)
         stopped = (slots.stop_ids == token[:, None]).any(-1)
-        finish = jnp.where(stopped, FINISH_STOP, jnp.where(slots.remaining <= 1, FINISH_LENGTH, FINISH_NONE))
-        phase = jnp.where(finish == FINISH_NONE, Phase.ENTER, Phase.FREE)
+        finish = jnp.where(stopped, Finish.STOP, jnp.where(slots.remaining <= 1, Finish.LENGTH, Finish.NONE))
+        phase = jnp.where(finish == Finish.NONE, Phase.ENTER, Phase.FREE)
 
         def record(log: jax.Array, value: jax.Array, empty: Any) -> jax.Array:
             return log.at[events.ticks].set(jnp.where(live, value, empty).astype(log.dtype))
@@ -255,7 +254,7 @@ class Programs:
             token=record(events.token, token, NO_TOKEN),
             depth=record(events.depth, slots.depth, 0),
             logprob=record(events.logprob, logprob, 0.0),
-            finish=record(events.finish, finish, FINISH_NONE),
+            finish=record(events.finish, finish, Finish.NONE),
         )
         slots = dataclasses.replace(
             slots,

@@ -8,40 +8,48 @@ explicit device_put.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlt_jax.config import EngineConfig
+from rlt_jax.config import ResolvedEngineConfig
+from rlt_jax.errors import DeviceFault
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.models.spec import LoopedModel, Params
 from rlt_jax.ops.kv_write.api import choose_kv_write
 from rlt_jax.ops.paged_attention.api import choose_paged_attention
 from rlt_jax.ops.selection import Requirement
+from rlt_jax.runtime.compiler import compile_programs, prefill_buckets
 from rlt_jax.runtime.memory import MemoryPlan, plan_memory
 from rlt_jax.runtime.plan import PrefillChunk, RoundEvents, RoundPlan, SlotBind
 from rlt_jax.runtime.programs import Programs
-from rlt_jax.runtime.slots import bind_words, pack_bind
+from rlt_jax.runtime.slots import MAX_GIVEN_DEPTH, pack_bind
 
 log = logging.getLogger(__name__)
 
 ASSUMED_TEMP_BYTES = 1 << 30  # program scratch assumed until the programs are compiled and tell
 MAX_IN_FLIGHT = 2  # the host plans round k + 1 while the device runs round k
-_COMPILE_STACK_BYTES = 64 << 20  # XLA's compiler recurses deeper than a thread's default stack
 
 
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
     plan: RoundPlan
     packed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Staged:
+    """A plan as device arrays: all that its programs take besides the runner's own state."""
+
+    binds: list[jax.Array]
+    chunks: list[tuple[str, jax.Array]]  # program and argument
+    begin: jax.Array
 
 
 class Runner:
@@ -51,7 +59,7 @@ class Runner:
         self,
         model: LoopedModel,
         params: Params,
-        config: EngineConfig,
+        config: ResolvedEngineConfig,
         layout: KVLayout,
         *,
         eos_token_ids: Sequence[int],
@@ -65,7 +73,14 @@ class Runner:
         self._device = device
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._kv: Any = None  # KVPool, SlotState, RoundState: donated to every program that takes them
+        self._slots: Any = None
+        self._round: Any = None
         spec = model.spec
+        if spec.max_loops > MAX_GIVEN_DEPTH:
+            raise NotImplementedError(
+                f"max_loops={spec.max_loops} of the model; slots hold depths up to {MAX_GIVEN_DEPTH}"
+            )
         need = Requirement(
             platform=device.platform,
             dtype=config.dtype,
@@ -74,72 +89,54 @@ class Runner:
             head_dim=spec.head_dim,
             page_size=layout.page_size,
         )
-        self.implementations = (
-            choose_paged_attention(config.attention, need),
-            choose_kv_write(config.attention, need),
-        )
-        self.prefill_buckets = () if layout.prompt_is_sequential else prefill_buckets(config.prefill_chunk or 1)
-        self.memory_plan, self._programs = self._plan(model, parameter_bytes, ASSUMED_TEMP_BYTES)
-        began = time.perf_counter()
-        self._compiled = self._compile()
-        temp = max(p.memory_analysis().temp_size_in_bytes for p in self._compiled.values())
-        corrected, programs = self._plan(model, parameter_bytes, temp)
-        if corrected.source == "device_memory" and temp > ASSUMED_TEMP_BYTES:
-            log.info("program scratch is %s bytes, more than assumed: compiling again for a smaller pool", f"{temp:,}")
-            self._programs = programs
-            self._compiled = self._compile()
-        else:
-            corrected = dataclasses.replace(corrected, pages=self.memory_plan.pages)
-        self.memory_plan = corrected
-        self.compile_seconds = time.perf_counter() - began
-        self._kv, self._slots, self._round = self._compiled["make_state"]()
-        jax.block_until_ready((self._kv, self._slots))
-
-    def _plan(self, model: LoopedModel, parameter_bytes: int, temp_bytes: int) -> tuple[MemoryPlan, Programs]:
-        config, layout = self._config, self._layout
-        slots, context = config.slots or 1, config.max_context or 1
-        stats = self._device.memory_stats() if self._device.platform == "gpu" else None
-        plan = plan_memory(
-            layout,
-            requested_pages=config.kv_pages,
-            slots=slots,
-            max_context=context,
-            parameter_bytes=parameter_bytes,
-            program_temp_bytes=temp_bytes,
-            device_limit_bytes=stats["bytes_limit"] if stats else None,
-        )
-        return plan, Programs(
+        attention = choose_paged_attention(config.attention, need)
+        kv_write = choose_kv_write(config.attention, need)
+        self.implementations = (attention, kv_write)
+        self.prefill_buckets = () if layout.prompt_is_sequential else prefill_buckets(config.prefill_chunk)
+        plan = self._plan_memory(parameter_bytes, ASSUMED_TEMP_BYTES)
+        self._programs = Programs(
             model=model,
             layout=layout,
             dtype=jnp.dtype(config.dtype),
-            slots=slots,
-            max_context=context,
-            pages_per_slot=layout.pages_for(context),
+            slots=config.slots,
+            max_context=config.max_context,
+            pages_per_slot=layout.pages_for(config.max_context),
             pages=plan.pages,
-            max_ticks=config.round_ticks or 1,
-            attention=self.implementations[0].chosen,
-            kv_write=self.implementations[1].chosen,
+            max_ticks=config.round_ticks,
+            attention=attention.chosen,
+            kv_write=kv_write.chosen,
         )
-
-    # -- compiling ----------------------------------------------------------------------------------------------------
-
-    @property
-    def compiled_programs(self) -> int:
-        return len(self._compiled)
+        began = time.perf_counter()
+        self._compiled = self._compile()
+        temp = max(p.memory_analysis().temp_size_in_bytes for p in self._compiled.values())
+        if temp > ASSUMED_TEMP_BYTES:
+            plan = self._plan_memory(parameter_bytes, temp)
+            if plan.pages < self._programs.pages:
+                log.info("program scratch is %s bytes: compiling again for a smaller pool", f"{temp:,}")
+                self._programs = dataclasses.replace(self._programs, pages=plan.pages)
+                self._compiled = self._compile()
+        self.memory_plan = dataclasses.replace(plan, program_temp_bytes=temp)
+        self.compiled_programs = len(self._compiled)
+        self.compile_seconds = time.perf_counter() - began
+        self._make_state()
 
     def _compile(self) -> dict[str, Any]:
-        """Lower and compile every program ahead of time, in parallel."""
-        lowered = lower_programs(self._programs, self._params, self.prefill_buckets, self._sharding)
-        previous = threading.stack_size(_COMPILE_STACK_BYTES)
-        try:
-            with concurrent.futures.ThreadPoolExecutor(max_workers=len(lowered)) as pool:
-                jobs = {
-                    name: pool.submit(low.compile, compiler_options=compiler_options(name, self._device.platform))
-                    for name, low in lowered.items()
-                }
-                return {name: job.result() for name, job in jobs.items()}
-        finally:
-            threading.stack_size(previous)
+        return compile_programs(self._programs, self._params, self.prefill_buckets, self._device)
+
+    def _plan_memory(self, parameter_bytes: int, scratch_bytes: int) -> MemoryPlan:
+        """Before the pool exists: what the device has in use then is not ours to give away."""
+        config = self._config
+        stats = self._device.memory_stats() if self._device.platform == "gpu" else None
+        return plan_memory(
+            self._layout,
+            requested_pages=config.kv_pages,
+            slots=config.slots,
+            max_context=config.max_context,
+            parameter_bytes=parameter_bytes,
+            used_bytes=stats["bytes_in_use"] if stats else parameter_bytes,
+            scratch_bytes=scratch_bytes,
+            device_limit_bytes=stats["bytes_limit"] if stats else None,
+        )
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -148,24 +145,50 @@ class Runner:
         return len(self._in_flight)
 
     def dispatch(self, plan: RoundPlan) -> None:
-        """Send a round to the device; returns at once.  Everything before the ticks may be sent again safely."""
+        """Send a round to the device; returns at once.
+
+        What the host prepares comes first, so that its faults find the device as it was.
+
+        Raises:
+            DeviceFault: a program of the round could not be started; only `reset` helps.  Sending the plan again would
+                run the others twice, and lose the tokens of ticks that ran.
+            Exception: anything else was the host's; nothing has changed, and the plan may be sent again.
+        """
+        staged = self._stage(plan)
+        try:
+            packed = self._launch(staged)
+        except Exception as error:
+            raise DeviceFault(f"{type(error).__name__}: {error}") from error
+        self._in_flight.append(_InFlight(plan, packed))
+
+    def _stage(self, plan: RoundPlan) -> _Staged:
+        """Bring a plan to the device; starts no program."""
         # binds come after the releases of the same plan, and begin would free a slot that was just bound anew
         rebound = {bind.slot for bind in plan.binds}
-        for bind in plan.binds:
-            self._slots = self._run("bind", self._slots, self._put(self._pack(bind)))
-        for chunk in plan.chunks:
-            where = np.array([chunk.slot, chunk.start, chunk.count, chunk.last], np.int32)
-            name = f"prefill_{self._bucket(chunk)}"
-            self._kv, self._slots = self._run(name, self._params, self._kv, self._slots, self._put(where))
         words = np.zeros(2 + self._programs.slots, np.int32)
         words[:2] = plan.ticks, plan.end_early
         words[[2 + slot for slot in plan.releases if slot not in rebound]] = 1
-        self._slots, self._round = self._run("begin", self._slots, self._round, self._put(words))
+        return _Staged(
+            binds=[self._put(self._pack(bind)) for bind in plan.binds],
+            chunks=[
+                (f"prefill_{self._bucket(c)}", self._put(np.array([c.slot, c.start, c.count, c.last], np.int32)))
+                for c in plan.chunks
+            ],
+            begin=self._put(words),
+        )
+
+    def _launch(self, staged: _Staged) -> jax.Array:
+        """Start a round's programs, in order; the packed events that it will have."""
+        for words in staged.binds:
+            self._slots = self._run("bind", self._slots, words)
+        for name, where in staged.chunks:
+            self._kv, self._slots = self._run(name, self._params, self._kv, self._slots, where)
+        self._slots, self._round = self._run("begin", self._slots, self._round, staged.begin)
         self._kv, self._slots, self._round = self._run("decode", self._params, self._kv, self._slots, self._round)
         packed = self._run("report", self._slots, self._round)
         with jax.transfer_guard_device_to_host("allow"):  # meant: the round's one transfer, started early
             packed.copy_to_host_async()
-        self._in_flight.append(_InFlight(plan, packed))
+        return packed
 
     def collect(self) -> tuple[RoundPlan, RoundEvents]:
         """Wait for the oldest round in flight; its plan and its events."""
@@ -177,16 +200,27 @@ class Runner:
 
     def reset(self) -> None:
         """Start over after a device failure: drop the rounds in flight and every old array, then make new state."""
-        self._in_flight.clear()
-        self._kv = self._slots = self._round = None  # before the new pool is made: two would not fit
-        self._kv, self._slots, self._round = self._compiled["make_state"]()
-        jax.block_until_ready((self._kv, self._slots))
+        self._drop_state()  # before the new pool is made: two would not fit
+        self._make_state()
 
     def close(self) -> None:
         """Give the device memory back.  The runner is dead afterwards."""
-        self._in_flight.clear()
-        self._kv = self._slots = self._round = self._params = None
+        self._drop_state()
+        self._params = None
         self._compiled = {}
+
+    def _make_state(self) -> None:
+        self._kv, self._slots, self._round = self._compiled["make_state"]()
+        jax.block_until_ready((self._kv, self._slots))
+
+    def _drop_state(self) -> None:
+        """Free the rounds in flight, the pool and the slots themselves: a traceback may still refer to the arrays."""
+        rounds = [in_flight.packed for in_flight in self._in_flight]
+        for leaf in jax.tree.leaves((rounds, self._kv, self._slots, self._round)):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._in_flight.clear()
+        self._kv = self._slots = self._round = None
 
     def _run(self, name: str, *args: Any) -> Any:
         return self._compiled[name](*args)
@@ -209,60 +243,3 @@ class Runner:
             max_context=self._programs.max_context,
             pages_per_slot=self._programs.pages_per_slot,
         )
-
-
-def prefill_buckets(prefill_chunk: int) -> tuple[int, ...]:
-    """Compiled chunk lengths: the full chunk, and powers of two from 64 below it for short prompts and tails."""
-    below = [1 << i for i in range(6, 15) if 1 << i < prefill_chunk]
-    return (*below, prefill_chunk)
-
-
-def compiler_options(program: str, platform: str) -> dict[str, Any]:
-    """XLA options of one program.  An unknown name raises at compile time, so they are per platform."""
-    if platform != "gpu":
-        return {}
-    if program.startswith("prefill"):
-        # a graph would have to be updated for every chunk's own argument; kernels are long enough to launch one by one
-        return {"xla_gpu_enable_command_buffer": ""}
-    # the whole round, loop and conditions included, becomes one CUDA graph: without WHILE and CONDITIONAL the host
-    # reads each predicate back and launches every tick's kernels itself (docs/performance.md has the figures)
-    captured = "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-    return {"xla_gpu_graph_min_graph_size": 1, "xla_gpu_enable_command_buffer": captured}
-
-
-def lower_programs(
-    programs: Programs, params: Params, buckets: Sequence[int], sharding: jax.sharding.Sharding
-) -> dict[str, Any]:
-    """Lower every program for the given sharding.  `params` may be arrays or ShapeDtypeStructs.
-
-    Returns:
-        name -> jax.stages.Lowered: make_state, bind, begin, decode, report and one prefill_<bucket> each.
-    """
-
-    def struct(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    def argument(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-
-    weights = jax.tree.map(struct, params)
-    kv, slots, round_ = jax.tree.map(struct, jax.eval_shape(programs.make_state))
-    words = argument(bind_words(programs.max_context, programs.pages_per_slot))
-
-    def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
-        return jax.jit(function, donate_argnums=donate).lower(*args)
-
-    lowered = {
-        "make_state": jax.jit(programs.make_state, out_shardings=sharding).lower(),
-        "bind": lower(programs.bind, slots, words, donate=(0,)),
-        "begin": lower(programs.begin, slots, round_, argument(2 + programs.slots), donate=(0, 1)),
-        "decode": lower(programs.decode, weights, kv, slots, round_, donate=(1, 2, 3)),
-        "report": lower(programs.report, slots, round_),
-    }
-    for bucket in buckets:
-
-        def prefill(params: Any, kv: Any, slots: Any, chunk: Any, bucket: int = bucket) -> Any:
-            return programs.prefill(params, kv, slots, chunk, bucket=bucket)
-
-        lowered[f"prefill_{bucket}"] = lower(prefill, weights, kv, slots, argument(4), donate=(1, 2))
-    return lowered

@@ -15,8 +15,10 @@ from rlt_jax.errors import CorruptState, InvalidRequest, QueueFull
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
 from rlt_jax.request import FinishReason, Request
-from rlt_jax.runtime.plan import PrefillChunk, RoundEvents, RoundPlan, SlotBind
+from rlt_jax.runtime.plan import NO_TOKEN, Delivery, Finish, PrefillChunk, RoundEvents, RoundPlan, SlotBind
 from rlt_jax.runtime.policy import admission_order, prefill_order
+
+_FINISH_REASONS = {Finish.NONE: None, Finish.STOP: FinishReason.STOP, Finish.LENGTH: FinishReason.LENGTH}
 
 
 class Stage(enum.Enum):
@@ -34,17 +36,6 @@ class _Progress:
     stage: Stage = Stage.WAITING
     slot: int | None = None
     planned_prompt: int = 0  # prompt positions covered by planned chunks
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """Tokens that one round produced for one request, and whether the device ended it."""
-
-    request: Request
-    tokens: tuple[int, ...]
-    depths: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: FinishReason | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,15 +152,16 @@ class Scheduler:
         )
 
     def _admit(self) -> tuple[SlotBind, ...]:
-        """Bind waiting requests, oldest first, while a slot and all their pages are free."""
+        """Bind waiting requests in the policy's order, while a slot and all their pages are free."""
+        if not self._free_slots:
+            return ()
         binds: list[SlotBind] = []
         for request in admission_order([p.request for p in self._waiting]):
             plan = self._pages.plan(self._layout.pages_for(request.capacity))
             if not self._free_slots or not plan.fits:
                 break
-            progress = self._waiting.popleft()
-            if progress.request is not request:
-                raise CorruptState("admission order and waiting queue disagree")
+            progress = self._live[request.request_id]
+            self._waiting.remove(progress)
             progress.slot = self._free_slots.pop()
             progress.stage = Stage.DECODE if self._layout.prompt_is_sequential else Stage.PREFILL
             self._slots[progress.slot] = progress
@@ -177,7 +169,7 @@ class Scheduler:
         return tuple(binds)
 
     def _plan_chunks(self) -> tuple[PrefillChunk, ...]:
-        """At most one chunk per prompt, oldest prompt first, within a budget of one full chunk of tokens.
+        """At most one chunk per prompt, in the policy's order, within a budget of one full chunk of tokens.
 
         The budget decides when a chunk runs, never how long it is: boundaries are multiples of prefill_chunk.
         """
@@ -232,11 +224,10 @@ class Scheduler:
         for slot, request in plan.owners.items():
             if not self.is_live(request):
                 continue  # ended on the host meanwhile: what the device still computed is dropped
-            ticks = (events.token[:, slot] >= 0).nonzero()[0]
+            ticks = (events.token[:, slot] != NO_TOKEN).nonzero()[0]
             if not len(ticks):
                 continue
-            code = int(events.finish[ticks[-1], slot])
-            finish = {0: None, 1: FinishReason.STOP, 2: FinishReason.LENGTH}[code]
+            finish = _FINISH_REASONS[Finish(events.finish[ticks[-1], slot])]
             deliveries.append(
                 Delivery(
                     request=request,

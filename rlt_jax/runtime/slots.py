@@ -24,9 +24,10 @@ import numpy as np
 from rlt_jax.config import MAX_STOP_IDS
 from rlt_jax.exits import POLICY_NAMES, ExitParams, ExitState, fresh_exit_state
 from rlt_jax.request import Request
+from rlt_jax.runtime.plan import NO_TOKEN
 from rlt_jax.sampling import SamplerParams, request_key
 
-NO_TOKEN = -1  # in stop_ids and events: an id no vocabulary has
+MAX_GIVEN_DEPTH = 127  # given_depths is int8
 
 
 class Phase(enum.IntEnum):

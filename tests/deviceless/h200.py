@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rlt_jax.ops.kv_write.triton import kv_write_triton
 from rlt_jax.ops.paged_attention.triton import paged_attention_triton
+from rlt_jax.runtime.compiler import compiler_options, lower_programs
 from rlt_jax.runtime.programs import Programs
-from rlt_jax.runtime.runner import compiler_options, lower_programs
 
 TARGET = """
 platform_name: "CUDA"

@@ -584,6 +584,8 @@ def test_bundled_model_or_a_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
         hub.find_model(None)
     shutil.copytree(FIXTURE, tmp_path / "bundled")
     assert load_checkpoint(None).name == "bundled"
+    with pytest.raises(CheckpointError, match="revision 'main' applies to a repository id"):
+        load_checkpoint(None, revision="main")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_released_config() -> None:
 
 def test_fixture_config() -> None:
     spec = model_from_config(json.loads((FIXTURE / "config.json").read_text())).spec
-    assert (spec.num_layers, spec.has_boundary, spec.head_dim, spec.max_loops) == (3, False, 16, 4)
+    assert (spec.num_layers, spec.head_dim, spec.max_loops) == (3, 16, 4)
 
 
 def test_absent_and_null_mean_the_same_default() -> None:

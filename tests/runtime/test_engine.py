@@ -13,7 +13,7 @@ import functools
 import numpy as np
 import pytest
 
-from rlt_jax import FinishReason, LLMEngine, SamplingParams
+from rlt_jax import FinishReason, LLMEngine, SamplingParams, Usage
 from tests.engines import (
     CONTEXT,
     FIXTURE,
@@ -364,6 +364,21 @@ class TestCancelling:
         while target.has_work():
             target.step()
         drained(target)
+
+    def test_what_never_ran_cost_nothing(self) -> None:
+        target = engine(LAST_EXITED, chunk=3, slots=1, page_size=4)
+        results = serve(
+            target,
+            [
+                Job(id="runs", prompt=[1, 2], params=sampling(max_tokens=40), cancelled=6),
+                Job(id="waits", prompt=[3, 4], params=sampling(max_tokens=2), cancelled=2),
+            ],
+        )
+        runs, waits = results["runs"], results["waits"]
+        assert waits.usage == Usage(
+            prompt_tokens=2, completion_tokens=0, prompt_loops=0, decode_loops=0, full_depth_loops=0
+        )
+        assert (runs.usage.prompt_loops, runs.usage.decode_loops) == (2 * 4, sum(runs.depths[1:]))
 
     def test_an_unknown_id(self, mixing: LLMEngine) -> None:
         assert not mixing.abort("nobody")

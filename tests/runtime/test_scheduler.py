@@ -20,6 +20,7 @@ from rlt_jax.errors import InvalidRequest, QueueFull
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
 from rlt_jax.request import FinishReason, Request, ResolvedParams
+from rlt_jax.runtime import scheduler as module
 from rlt_jax.runtime.plan import RoundEvents, RoundPlan
 from rlt_jax.runtime.scheduler import Scheduler, SchedulerLimits
 
@@ -248,6 +249,17 @@ def test_the_head_of_the_queue_is_not_overtaken() -> None:
     assert plan.end_early, "requests wait"
     s.end(s.find("first"))
     assert [b.request.request_id for b in s.plan().binds] == ["large"]
+
+
+def test_the_policy_orders_admission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order the policy gives is obeyed; the scheduler has none of its own."""
+    monkeypatch.setattr(module, "admission_order", lambda waiting: sorted(waiting, key=lambda r: r.request_id))
+    s = scheduler(slots=2, pages=32)
+    for name in "cab":
+        s.submit(request(name))
+    assert [b.request.request_id for b in s.plan().binds] == ["a", "b"]
+    s.check()
+    assert s.waiting == 1
 
 
 def test_chunks_depend_on_the_prompt_alone() -> None:

@@ -1,0 +1,88 @@
+"""How many pages a server gets.
+
+PROTECTS: an operator who reads the memory plan: its numbers add up, what does not fit is refused by name before the
+device refuses it, and nothing is promised that somebody else already uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from rlt_jax.config import KVLayoutKind
+from rlt_jax.errors import InvalidConfig
+from rlt_jax.kvcache.layout import KVLayout
+from rlt_jax.runtime.memory import MAX_ARRAY_ELEMENTS, SLACK_BYTES, MemoryPlan, plan_memory
+
+GIB = 1 << 30
+LAYOUT = KVLayout.create(
+    KVLayoutKind.LAST_EXITED, max_loops=4, page_size=64, kv_heads=16, head_dim=128, num_layers=24, dtype_bytes=2
+)  # Ouro-1.4B: 48 MiB a page
+
+
+def plan(**changes: int | None) -> MemoryPlan:
+    """An H200's worth of memory and 32 slots of 4,096 positions unless the test says otherwise."""
+    settings: dict = {
+        "requested_pages": None,
+        "slots": 32,
+        "max_context": 4096,
+        "parameter_bytes": 3 * GIB,
+        "used_bytes": 3 * GIB,
+        "scratch_bytes": GIB,
+        "device_limit_bytes": 128 * GIB,
+    }
+    return plan_memory(LAYOUT, **settings | changes)
+
+
+def test_a_page_of_the_real_model() -> None:
+    assert LAYOUT.bytes_per_page == 48 << 20
+
+
+def test_slots_at_full_context_where_they_fit() -> None:
+    found = plan()
+    assert (found.source, found.pages, found.useful_pages) == ("device_memory", 2048, 2048)
+    assert found.kv_bytes == 96 * GIB
+
+
+@pytest.mark.parametrize("used", [3 * GIB, 70 * GIB])
+def test_what_is_left_where_they_do_not_and_the_numbers_add_up(used: int) -> None:
+    found = plan(device_limit_bytes=80 * GIB, used_bytes=used)
+    free = found.device_limit_bytes - found.used_bytes - found.reserved_bytes - found.kv_bytes
+    assert found.reserved_bytes == GIB + SLACK_BYTES
+    assert 0 <= free < found.bytes_per_page, "not a page more would fit"
+    assert found.pages < found.useful_pages
+
+
+def test_a_context_that_does_not_fit_is_refused_by_name() -> None:
+    least = 64 * LAYOUT.bytes_per_page  # one slot
+    assert plan(device_limit_bytes=3 * GIB + GIB + SLACK_BYTES + least).pages == 64
+    with pytest.raises(
+        InvalidConfig, match=r"max_context=4096 needs 3,221,225,472 bytes of KV; 3,221,225,471 are left"
+    ):
+        plan(device_limit_bytes=3 * GIB + GIB + SLACK_BYTES + least - 1)
+
+
+def test_pages_asked_for_are_given_or_refused() -> None:
+    assert (plan(requested_pages=100).source, plan(requested_pages=100).pages) == ("kv_pages", 100)
+    with pytest.raises(InvalidConfig, match="kv_pages=3000 needs .* are left of .*: lower kv_pages"):
+        plan(requested_pages=3000)
+
+
+def test_without_a_limit_every_slot_gets_its_context() -> None:
+    found = plan(device_limit_bytes=None)
+    assert (found.source, found.pages, found.reserved_bytes) == ("host_default", 2048, 0)
+
+
+def test_one_layer_s_array_stays_addressable_with_32_bits() -> None:
+    elements = 4 * 16 * 64 * 128
+    most = MAX_ARRAY_ELEMENTS // elements
+    assert plan(device_limit_bytes=None, slots=4096).pages == most == 4095
+    with pytest.raises(InvalidConfig, match="kv_pages=4096 exceeds 4095"):
+        plan(device_limit_bytes=None, requested_pages=4096)
+
+
+def test_the_plan_is_json_able() -> None:
+    found = plan()
+    assert found.as_dict() == {**dataclasses.asdict(found), "kv_bytes": found.kv_bytes}
+    assert all(value is None or isinstance(value, str | int) for value in found.as_dict().values())
