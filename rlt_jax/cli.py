@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from rlt_jax.config import ATTENTION_CHOICES, DTYPES, PLATFORM_DEFAULTS, EngineConfig, KVLayoutKind
+from rlt_jax.config import DTYPES, KERNEL_CHOICES, PLATFORM_DEFAULTS, EngineConfig, KVLayoutKind
 
 EXIT_FAILURE = 1  # the engine or the server failed
 EXIT_USAGE = 2  # the command, the model directory or the request is wrong
@@ -95,7 +95,7 @@ ENGINE_OPTIONS: dict[str, str] = {
     "--kv-pages": "kv_pages",
     "--memory-fraction": "memory_fraction",
     "--round-ticks": "round_ticks",
-    "--attention": "attention",
+    "--kernels": "kernels",
 }
 
 
@@ -163,10 +163,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="passes over the model per dispatched round at most (default: 4 from 32 slots up, else 8)",
     )
     group.add_argument(
-        "--attention",
-        metavar="|".join(ATTENTION_CHOICES),
-        help="implementation of paged attention; auto takes the best that fits and reports why "
-        f"(default: {defaults['attention']})",
+        "--kernels",
+        metavar="|".join(KERNEL_CHOICES),
+        help="implementation of the ops on the KV cache; auto takes per op the best that fits and reports why "
+        f"(default: {defaults['kernels']})",
     )
 
 

@@ -17,7 +17,7 @@ class KVLayoutKind(enum.Enum):
 
 
 DTYPES = ("bfloat16", "float32")
-ATTENTION_CHOICES = ("auto", "reference", "triton")
+KERNEL_CHOICES = ("auto", "reference", "triton")
 MAX_STOP_IDS = 16  # stop ids and EOS ids of one request together; a compiled width
 
 
@@ -35,7 +35,8 @@ class EngineConfig:
         kv_pages: pages in the pool; None: from free memory on a GPU, slots at full context on a CPU.
         memory_fraction: share of the device's memory that the engine may use.
         round_ticks: ticks per dispatched round at most; 4 from 32 slots up, else 8.
-        attention: implementation of paged attention; "auto" picks the best that fits and says why.
+        kernels: implementation of the ops on the KV pool (paged_attention, kv_write); "auto" picks per op the best
+            that fits and says why.
         max_waiting: requests that may wait at once; None is unlimited (offline), the server sets a limit.
         compilation_cache: keep compiled programs on disk between starts.
     """
@@ -49,7 +50,7 @@ class EngineConfig:
     kv_pages: int | None = None
     memory_fraction: float = 0.92
     round_ticks: int | None = None
-    attention: str = "auto"
+    kernels: str = "auto"
     max_waiting: int | None = None
     compilation_cache: bool = True
 
@@ -59,8 +60,8 @@ class EngineConfig:
         if not isinstance(self.kv_layout, KVLayoutKind):
             known = ", ".join(kind.value for kind in KVLayoutKind)
             raise InvalidConfig(f"kv_layout must be a KVLayoutKind ({known}), found {self.kv_layout!r}")
-        if self.attention not in ATTENTION_CHOICES:
-            raise InvalidConfig(f"attention must be one of {', '.join(ATTENTION_CHOICES)}, found {self.attention!r}")
+        if self.kernels not in KERNEL_CHOICES:
+            raise InvalidConfig(f"kernels must be one of {', '.join(KERNEL_CHOICES)}, found {self.kernels!r}")
         limits = {
             "slots": (1, 4096),
             "page_size": (1, 1024),

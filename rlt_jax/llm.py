@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlt_jax.config import EngineConfig
 from rlt_jax.errors import InvalidRequest, RltError
@@ -73,6 +74,25 @@ class LLM:
         """Like `generate`, but yields (prompt index, news) as rounds end.  Closing the iterator aborts what is left."""
         return self._run(self._prepare(prompts, params))
 
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **variables: Any
+    ) -> Completion:
+        """Complete a conversation through the checkpoint's chat template.
+
+        Args:
+            messages: {"role": ..., "content": ...} each, oldest first.
+            variables: passed to the template, such as enable_thinking.
+
+        Raises:
+            InvalidRequest: the model has no template or no tokenizer, or the template refuses the messages.
+        """
+        template, tokenizer = self.engine.loaded.chat_template, self.engine.loaded.tokenizer
+        if template is None or tokenizer is None:
+            raise InvalidRequest("messages", f"{self.engine.loaded.name} has no chat template; use generate")
+        text = template.render(messages, add_generation_prompt=True, **variables)
+        # the template writes the special tokens itself
+        return self.generate(tokenizer.encode(text, add_special_tokens=False), params)[0]
+
     def close(self) -> None:
         """Give the device memory back."""
         self.engine.close()
@@ -87,14 +107,21 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         several: Sequence[Prompt]
+        if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+            found = type(prompts).__name__
+            raise InvalidRequest(
+                "prompts", f"must be a string, a sequence of token ids, or a list of these, found {found}"
+            )
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             several = [prompts]  # type: ignore[list-item]  # a single prompt, as text or as ids
         else:
             several = prompts  # type: ignore[assignment]
         if params is None or isinstance(params, SamplingParams):
             each: Sequence[SamplingParams | None] = [params] * len(several)
-        else:
+        elif isinstance(params, Sequence) and not isinstance(params, str):
             each = params
+        else:
+            raise InvalidRequest("params", f"must be a SamplingParams or a list of them, found {type(params).__name__}")
         if len(each) != len(several):
             raise InvalidRequest("params", f"has {len(each)} entries for {len(several)} prompts")
         ids = [f"offline-{next(self._numbers)}" for _ in several]

@@ -171,7 +171,10 @@ def _check_trace(params: SamplingParams, max_tokens: int) -> tuple[int, ...] | N
         raise InvalidRequest("exit_trace", f"must be a sequence of depths, found {type(trace).__name__}")
     if len(trace) < max_tokens:
         raise InvalidRequest("exit_trace", f"has {len(trace)} entries; max_tokens={max_tokens} needs one each")
-    return tuple(_integer("exit_trace", depth, 1, None) for depth in trace)
+    for i, depth in enumerate(trace):
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise InvalidRequest("exit_trace", f"entry {i} must be an integer >= 1, found {shown(depth)}")
+    return tuple(trace)
 
 
 def _check_stop_strings(stop: Any, has_tokenizer: bool) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ def test_a_full_queue_is_not_an_invalid_request(target: LLMEngine, monkeypatch: 
         ({"round_ticks": 65}, ["round_ticks", "65", "64"]),
         ({"dtype": "float16"}, ["dtype", "float16", "bfloat16, float32"]),
         ({"kv_layout": "shared"}, ["kv_layout", "'shared'"]),
-        ({"attention": "magic"}, ["attention", "magic", "auto, reference, triton"]),
+        ({"kernels": "magic"}, ["kernels", "magic", "auto, reference, triton"]),
         ({"memory_fraction": 1.0}, ["memory_fraction", "1.0", "[0.05, 0.98]"]),
         ({"memory_fraction": NAN}, ["memory_fraction", "nan"]),
         ({"max_waiting": 0}, ["max_waiting", "0"]),

@@ -10,9 +10,10 @@ import dataclasses
 
 import pytest
 
-from rlt_jax import Completion, FinishReason, QueueFull, RltError
+from rlt_jax import LLM, Completion, EngineConfig, FinishReason, InvalidRequest, QueueFull, RltError
 from tests.engines import FIXTURE, Result, drained, llm, oracle, sampling, settled
 from tests.oracle import Policy
+from tests.server.scripted_model import expected_text, write_scripted_model
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9], [250], [100, 200]]
 PARAMS = [sampling(max_tokens=3 + 2 * i, exit_threshold=0.5, min_loops=1) for i in range(5)]
@@ -124,3 +125,36 @@ def test_use_after_close() -> None:
         assert len(short.generate([1, 2], sampling(max_tokens=2))[0].token_ids) == 2
     with pytest.raises(EngineDead, match="closed"):
         short.generate([1, 2], sampling(max_tokens=2))
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"text": "a"}, b"abc"], ids=str)
+def test_prompts_of_a_wrong_type_are_named(prompts) -> None:
+    with pytest.raises(InvalidRequest, match="prompts: must be a string, a sequence of token ids"):
+        llm().generate(prompts, PARAMS[0])
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 3}], ids=str)
+def test_parameters_of_a_wrong_type_are_named(params) -> None:
+    with pytest.raises(InvalidRequest, match="params: must be a SamplingParams"):
+        llm().generate(PROMPTS[0], params)
+    settled(llm().engine)
+
+
+def test_chat_renders_the_checkpoint_s_template(tmp_path) -> None:
+    """The template writes the special tokens; the tokenizer must not add its own on top."""
+    folder = write_scripted_model(tmp_path)
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a"
+    (folder / "chat_template.jinja").write_text(template)
+    with LLM(folder, EngineConfig(slots=1, dtype="float32", max_context=128)) as model:
+        result = model.chat([{"role": "user", "content": "hi"}], sampling(max_tokens=6))
+        tokenizer = model.engine.loaded.tokenizer
+        assert tokenizer is not None
+        assert tokenizer.decode(result.prompt_token_ids) == "user:hi;a"
+        assert result.text == expected_text("a", 6)
+        with pytest.raises(InvalidRequest, match="messages"):
+            model.chat([{"content": "no role"}])
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="messages: .* has no chat template"):
+        llm().chat([{"role": "user", "content": "hi"}])

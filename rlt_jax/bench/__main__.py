@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", default="tiny", help="ouro-1.4b, ouro-2.6b, tiny (random weights), or a checkpoint")
     common.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    common.add_argument("--attention", default="auto", choices=("auto", "reference", "triton"))
+    common.add_argument("--kernels", default="auto", choices=("auto", "reference", "triton"))
     common.add_argument("--page-size", type=int, help="positions per KV page (default: by platform)")
     common.add_argument("--prefill-chunk", type=int, help="prompt positions per program (default: by platform)")
     common.add_argument("--round-ticks", type=int, help="ticks per round at most (default: by slots)")
@@ -82,7 +82,7 @@ def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     env, bandwidth = environment(), copy_tb_s()
     loaded = workload.load(args.model, args.dtype)
     settings: dict[str, Any] = {
-        "attention": args.attention,
+        "kernels": args.kernels,
         "page_size": args.page_size,
         "prefill_chunk": args.prefill_chunk,
         "round_ticks": args.round_ticks,

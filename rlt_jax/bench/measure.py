@@ -201,6 +201,6 @@ def throughput(
         "mean_loops": statistics.mean(decode_depths),
         "work_loops": sum(decode_depths),
         "ticks": ticks,
-        "idle_row_share": (after["idle_rows"] - before["idle_rows"]) / max(1, ticks * clients),
+        "idle_row_share": (after["idle_row_ticks"] - before["idle_row_ticks"]) / max(1, ticks * clients),
         "compiles_in_window": compiled,
     }

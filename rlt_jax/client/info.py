@@ -76,7 +76,7 @@ class EngineStats:
     pages_free: int
     rounds: int
     ticks: int
-    idle_rows: int
+    idle_row_ticks: int
     generated_tokens: int
     resets: int
 

@@ -41,7 +41,7 @@ def choose(op: str, requested: str, triton_refusal: str | None) -> Choice:
         NotImplementedError: an explicit request that does not fit, naming the unmet requirement; never a silent switch.
     """
     if requested == "triton" and triton_refusal:
-        raise NotImplementedError(f"attention=triton cannot serve this configuration: {op}: {triton_refusal}")
+        raise NotImplementedError(f"kernels=triton cannot serve this configuration: {op}: {triton_refusal}")
     if requested != "auto":
         return Choice(op=op, chosen=requested, reason="requested")
     if triton_refusal is None:

@@ -114,7 +114,7 @@ class LLMEngine:
         self._ended: list[RequestOutput] = []  # outputs of requests that ended outside a round
         self._resets_in_a_row = 0
         self._dead: str | None = None
-        self._counters = dict.fromkeys(("rounds", "ticks", "idle_rows", "generated_tokens", "resets"), 0)
+        self._counters = dict.fromkeys(("rounds", "ticks", "idle_row_ticks", "generated_tokens", "resets"), 0)
         self._started = time.monotonic()
         for choice in self._runner.implementations:
             log.info("%s: %s (%s)", choice.op, choice.chosen, choice.reason)
@@ -226,7 +226,7 @@ class LLMEngine:
         self._resets_in_a_row = 0
         self._counters["rounds"] += 1
         self._counters["ticks"] += events.ticks
-        self._counters["idle_rows"] += events.idle_rows
+        self._counters["idle_row_ticks"] += events.idle_row_ticks
         outputs = [self._deliver(delivery) for delivery in self._scheduler.apply(plan, events)]
         if not self._scheduler.has_live() and not self._runner.in_flight:
             self._scheduler.check()

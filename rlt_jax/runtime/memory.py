@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from rlt_jax.errors import InvalidConfig
@@ -10,6 +11,15 @@ from rlt_jax.kvcache.layout import KVLayout
 
 SLACK_BYTES = 256 << 20  # for what the programs' own figures leave out: allocator rounding, library workspaces
 MAX_ARRAY_ELEMENTS = (1 << 31) - 1  # kernels address one layer's pool with 32-bit offsets
+
+
+def host_available_bytes() -> int | None:
+    """Memory that the system can give without swapping, or None where it does not say (not Linux)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,12 +54,15 @@ def plan_memory(
     used_bytes: int,
     scratch_bytes: int,
     device_limit_bytes: int | None,
+    host_available_bytes: int | None = None,
 ) -> MemoryPlan:
     """Choose the number of pages: an explicit request, else what the device has left, else every slot at full context.
 
     Args:
         used_bytes: in use on the device now, parameters included.
         scratch_bytes: to leave free for the programs' temporary buffers.
+        device_limit_bytes: what the process may use on the device; None on a CPU.
+        host_available_bytes: on a CPU, memory that the system can still give; None where it does not say.
 
     Raises:
         InvalidConfig: the pages asked for, or one slot at full context, do not fit, or a layer's array would be too
@@ -62,6 +75,13 @@ def plan_memory(
     if device_limit_bytes is not None:
         reserved = scratch_bytes + SLACK_BYTES
         left = max(0, device_limit_bytes - used_bytes - reserved)
+
+    def must_fit_host(pages: int) -> None:
+        if host_available_bytes is not None and pages * layout.bytes_per_page > host_available_bytes:
+            raise InvalidConfig(
+                f"slots={slots} at max_context={max_context} need {pages * layout.bytes_per_page:,} bytes of KV; this "
+                f"machine has {host_available_bytes:,} available: lower slots, max_context or kv_pages"
+            )
 
     def must_fit(what: str, pages: int, remedy: str) -> None:
         if left is not None and pages * layout.bytes_per_page > left:
@@ -81,6 +101,8 @@ def plan_memory(
         source, pages = "device_memory", min(useful, left // layout.bytes_per_page, addressable)
     else:
         source, pages = "host_default", min(useful, addressable)
+    if device_limit_bytes is None:
+        must_fit_host(pages)
     return MemoryPlan(
         source=source,
         pages=pages,

@@ -62,7 +62,7 @@ class RoundEvents:
     """A round's packed Events, unpacked on the host.  Shapes as in programs.Events, cut to the ticks that ran."""
 
     ticks: int
-    idle_rows: int
+    idle_row_ticks: int
     token: np.ndarray  # [ticks, S], NO_TOKEN where nothing was sampled
     depth: np.ndarray  # [ticks, S]
     logprob: np.ndarray  # [ticks, S] float32
@@ -79,7 +79,7 @@ class RoundEvents:
         part = [packed[i * max_ticks : i * max_ticks + ticks] for i in range(4)]
         return cls(
             ticks=ticks,
-            idle_rows=int(idle_row[0]),
+            idle_row_ticks=int(idle_row[0]),
             token=part[0],
             depth=part[1],
             logprob=np.ascontiguousarray(part[2]).view(np.float32),

@@ -41,7 +41,7 @@ class Events:
     """What a round did, for the host.  `pack` makes one int32 array of it: one transfer per round."""
 
     ticks: Any  # [] i32, ticks run
-    idle_rows: Any  # [] i32, rows x ticks that had nothing to run in the core pass
+    idle_row_ticks: Any  # [] i32, rows x ticks that had nothing to run in the core pass
     token: Any  # [N, S] i32, NO_TOKEN where nothing was sampled
     depth: Any  # [N, S] i32, exit depth of the token, one-based
     logprob: Any  # [N, S] f32
@@ -54,7 +54,7 @@ class Events:
 
         return Events(
             ticks=jnp.int32(0),
-            idle_rows=jnp.int32(0),
+            idle_row_ticks=jnp.int32(0),
             token=jnp.full((max_ticks, slots), NO_TOKEN, jnp.int32),
             depth=zeros(),
             logprob=jnp.zeros((max_ticks, slots), jnp.float32),
@@ -64,7 +64,7 @@ class Events:
     def pack(self, slots: SlotState) -> jax.Array:
         """[4 N + 5, S] i32: token, depth, logprob bits and finish of each tick, then five rows of totals."""
         bits = lax.bitcast_convert_type(self.logprob, jnp.int32)
-        counters = [jnp.full((slots.slots,), n, jnp.int32) for n in (self.ticks, self.idle_rows)]
+        counters = [jnp.full((slots.slots,), n, jnp.int32) for n in (self.ticks, self.idle_row_ticks)]
         tail = jnp.stack([*counters, slots.phase, slots.position, slots.depth])
         return jnp.concatenate([self.token, self.depth, bits, self.finish, tail])
 
@@ -198,7 +198,7 @@ class Programs:
                 (events, kv, slots),
             )
             kv, slots = self._enter_stage(params, kv, slots)
-            events = dataclasses.replace(events, ticks=events.ticks + 1, idle_rows=events.idle_rows + idle)
+            events = dataclasses.replace(events, ticks=events.ticks + 1, idle_row_ticks=events.idle_row_ticks + idle)
             return events, kv, slots
 
         events, kv, slots = lax.while_loop(more, tick, (round_.events, kv, slots))

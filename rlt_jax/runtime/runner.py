@@ -26,7 +26,7 @@ from rlt_jax.ops.kv_write.api import choose_kv_write
 from rlt_jax.ops.paged_attention.api import choose_paged_attention
 from rlt_jax.ops.selection import Requirement
 from rlt_jax.runtime.compiler import compile_programs, prefill_buckets
-from rlt_jax.runtime.memory import MemoryPlan, plan_memory
+from rlt_jax.runtime.memory import MemoryPlan, host_available_bytes, plan_memory
 from rlt_jax.runtime.plan import PrefillChunk, RoundEvents, RoundPlan, SlotBind
 from rlt_jax.runtime.programs import Programs
 from rlt_jax.runtime.slots import MAX_GIVEN_DEPTH, pack_bind
@@ -89,8 +89,8 @@ class Runner:
             head_dim=spec.head_dim,
             page_size=layout.page_size,
         )
-        attention = choose_paged_attention(config.attention, need)
-        kv_write = choose_kv_write(config.attention, need)
+        attention = choose_paged_attention(config.kernels, need)
+        kv_write = choose_kv_write(config.kernels, need)
         self.implementations = (attention, kv_write)
         self.prefill_buckets = () if layout.prompt_is_sequential else prefill_buckets(config.prefill_chunk)
         plan = self._plan_memory(parameter_bytes, ASSUMED_TEMP_BYTES)
@@ -136,6 +136,7 @@ class Runner:
             used_bytes=stats["bytes_in_use"] if stats else parameter_bytes,
             scratch_bytes=scratch_bytes,
             device_limit_bytes=stats["bytes_limit"] if stats else None,
+            host_available_bytes=None if stats else host_available_bytes(),
         )
 
     # -- rounds -------------------------------------------------------------------------------------------------------

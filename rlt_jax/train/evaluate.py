@@ -439,8 +439,8 @@ def _english_verdict(result: dict[str, Any]) -> list[str]:
         return []
     return [
         "",
-        f"That is worse than guessing among the {result['vocab_size']:,} entries of its vocabulary ({uniform:.2f}): the "
-        "model has memorised the book's entries that it was shown and writes no sensible English of its own.",
+        f"That is worse than guessing among the {result['vocab_size']:,} entries of its vocabulary ({uniform:.2f}): "
+        "the model has memorised the book's entries that it was shown and writes no sensible English of its own.",
     ]
 
 

@@ -1,7 +1,7 @@
 """The model that ships in the package, through the engine.
 
-PROTECTS: what every newcomer meets first.  The files are whole and small, the tasks are answered, depth pays, exits save
-loops at the shipped threshold, and the card's numbers are those of the recorded evaluation.
+PROTECTS: what every newcomer meets first.  The files are whole and small, the tasks are answered, depth pays, exits
+save loops at the shipped threshold, and the card's numbers are those of the recorded evaluation.
 """
 
 from __future__ import annotations

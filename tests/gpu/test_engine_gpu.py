@@ -18,9 +18,9 @@ LAYOUTS = (KVLayoutKind.LAST_EXITED, KVLayoutKind.SHARED)
 
 @pytest.fixture(scope="module", params=[(k, a) for k in LAYOUTS for a in ("triton", "reference")], ids=str)
 def llm(request):
-    kind, attention = request.param
+    kind, kernels = request.param
     config = EngineConfig(
-        dtype="float32", kv_layout=kind, attention=attention, slots=8, page_size=16, prefill_chunk=8, max_context=256
+        dtype="float32", kv_layout=kind, kernels=kernels, slots=8, page_size=16, prefill_chunk=8, max_context=256
     )
     with LLM(fixture_dir("ouro_tiny"), config) as llm:
         yield llm

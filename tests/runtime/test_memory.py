@@ -74,6 +74,15 @@ def test_without_a_limit_every_slot_gets_its_context() -> None:
     assert (found.source, found.pages, found.reserved_bytes) == ("host_default", 2048, 0)
 
 
+def test_a_cpu_is_not_asked_for_more_than_it_has() -> None:
+    needed = 2048 * LAYOUT.bytes_per_page
+    assert plan(device_limit_bytes=None, host_available_bytes=needed).pages == 2048
+    with pytest.raises(InvalidConfig, match="slots=.* at max_context=4096 need .* available: lower slots"):
+        plan(device_limit_bytes=None, host_available_bytes=needed - 1)
+    with pytest.raises(InvalidConfig, match="lower slots, max_context or kv_pages"):
+        plan(device_limit_bytes=None, requested_pages=2000, host_available_bytes=1 << 20)
+
+
 def test_one_layer_s_array_stays_addressable_with_32_bits() -> None:
     elements = 4 * 16 * 64 * 128
     most = MAX_ARRAY_ELEMENTS // elements

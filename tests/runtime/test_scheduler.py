@@ -109,7 +109,7 @@ class Device:
                 break
         empty = np.zeros(self.slots, np.int32)
         return RoundEvents(
-            ticks=ticks, idle_rows=0, token=token[:ticks], depth=depth[:ticks],
+            ticks=ticks, idle_row_ticks=0, token=token[:ticks], depth=depth[:ticks],
             logprob=-token[:ticks].astype(np.float32), finish=finish[:ticks], phase=empty, position=empty, loops=empty,
         )  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_defaults_are_the_configs_own() -> None:
 def test_every_engine_option_reaches_its_field() -> None:
     given = {
         "dtype": "float32", "kv_layout": "shared", "slots": 3, "page_size": 8, "prefill_chunk": 32, "max_context": 100,
-        "kv_pages": 50, "memory_fraction": 0.5, "round_ticks": 2, "attention": "reference",
+        "kv_pages": 50, "memory_fraction": 0.5, "round_ticks": 2, "kernels": "reference",
     }  # fmt: skip
     assert set(cli.ENGINE_OPTIONS.values()) == set(given)
     words = [word for option, field in cli.ENGINE_OPTIONS.items() for word in (option, str(given[field]))]
