@@ -16,7 +16,7 @@ import grpc
 from rlt.v1 import generation_service_pb2 as pb
 from rlt.v1 import generation_service_pb2_grpc as pb_grpc
 from rlt_jax.client import wire
-from rlt_jax.errors import InvalidRequest, RltError
+from rlt_jax.errors import InvalidRequest, QueueFull, RltError
 from rlt_jax.request import FinishReason, Request, RequestOutput, SamplingParams, Usage
 from server import status
 from server.engine_thread import EngineThread
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MAX_REQUEST_ID_CHARS = 128
+PREPARING_CALLS = (
+    64  # calls that may be tokenising beyond those that run or wait; texts of theirs are all held in memory
+)
 PREPARE_THREADS = 2  # tokenising must not hold the event loop; more threads would only fight for the GIL
 
 type _Context = grpc.aio.ServicerContext
@@ -81,7 +84,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """See generation_service.proto.  A coroutine that writes, so that cancellation always ends in its `finally`."""
         try:
             engine = self._engine()
-            stream = self._open(request)
+            stream = self._open(engine, request)
         except RltError as error:
             await _refuse(context, error, request)
         try:
@@ -129,8 +132,15 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             raise status.ShuttingDown("the model could not be loaded; the server is shutting down")
         return ready.result()
 
-    def _open(self, request: pb.GenerateRequest) -> Stream:
-        """Reserve the request's id until `_close`."""
+    def _open(self, engine: LLMEngine, request: pb.GenerateRequest) -> Stream:
+        """Reserve the request's id until `_close`.
+
+        The engine counts who waits only after tokenising; this bounds how many may be on the way there.
+        """
+        if engine.config.max_waiting is not None:
+            limit = engine.config.slots + engine.config.max_waiting + PREPARING_CALLS
+            if len(self._live) >= limit:
+                raise QueueFull(f"{len(self._live)} calls are open; the limit is {limit}")
         request_id = request.request_id or uuid.uuid4().hex
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(

@@ -60,6 +60,13 @@ class RunningServer:
     def stats(self) -> dict[str, Any]:
         return dict(self.server.engine_thread.stats)
 
+    def wait_idle(self) -> None:
+        """Wait until no round is in flight either: the last one may end after its requests have."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.engine.has_work():
+            assert time.monotonic() < deadline, self.stats
+            time.sleep(0.005)
+
     def wait_stats(self, **expected: int) -> dict[str, Any]:
         """Wait until these counters have these values; all counters then."""
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -25,6 +25,7 @@ from rlt_jax.client.wire import PARAM_PATHS, read_resolved
 from rlt_jax.errors import InvalidRequest
 from rlt_jax.llm import LLM
 from rlt_jax.request import FinishReason, SamplingParams
+from server import service
 from server.service import MAX_REQUEST_ID_CHARS
 from tests.conftest import fixture_dir
 from tests.server.running import RunningServer, engine_maker, raw_channel, tiny_config
@@ -205,6 +206,7 @@ def test_bad_input_names_field_value_and_limit(
     name: str, running: RunningServer, stub: pb_grpc.GenerationServiceStub
 ) -> None:
     request, field, words = BAD[name]
+    running.wait_idle()
     rounds = running.stats["rounds"]
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(request))
@@ -266,6 +268,19 @@ def test_full_server_refuses_and_says_when_to_retry(running: RunningServer, clie
     completions = [stream.completion() for stream in streams]
     assert len({c.token_ids for c in completions}) == 1  # same prompt, greedy: nobody was disturbed
     assert len(completions[0].token_ids) == 480
+
+
+def test_a_flood_is_refused_before_it_is_tokenised(
+    running: RunningServer, client: GenerationClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts on the way to the queue are held in memory; their number is bounded too."""
+    monkeypatch.setattr(service, "PREPARING_CALLS", -1)  # two slots, two may wait: three calls
+    streams = [client.generate(PROMPT, LONG) for _ in range(3)]
+    running.wait_stats(running=2, waiting=1)
+    with pytest.raises(ServerBusy, match="3 calls are open; the limit is 3"):
+        client.complete(PROMPT, LONG)
+    assert [len(stream.completion().token_ids) for stream in streams] == [480] * 3
+    assert client.complete(PROMPT, SamplingParams(max_tokens=2)).token_ids  # and free again
 
 
 class Gate:
