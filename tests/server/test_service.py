@@ -464,6 +464,7 @@ def test_abort_before_the_engine_has_heard_of_the_request(
     monkeypatch.setattr(running.engine, "prepare", slow_prepare)
     stream = client.generate(PROMPT, LONG, request_id="early")
     assert entered.wait(10)
+    running.wait_idle()
     rounds = running.stats["rounds"]
     assert client.abort("early")
     release.set()
