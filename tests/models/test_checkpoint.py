@@ -452,7 +452,7 @@ def test_model_type_of_a_wrong_kind(directory: Path, model_type: Any) -> None:
 
 def test_config_errors_name_the_directory(directory: Path) -> None:
     edit_json(directory / "config.json", model_type="llama")
-    refused(directory, str(directory), "'model_type' is 'llama'; supported: ouro")
+    refused(directory, str(directory), "'model_type' is 'llama'; supported:", "ouro")
     edit_json(directory / "config.json", model_type="ouro", moe_experts=8)
     refused(directory, str(directory), "unknown field(s) moe_experts")
 

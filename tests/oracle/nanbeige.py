@@ -7,7 +7,7 @@ positions, not about a model) are shared with the Ouro oracle; the equations are
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,8 @@ class NanbeigeOracle:
         weights = tensors if tensors is not None else read_tensors(directory)
         self.w = {name: np.asarray(value, dtype=dtype) for name, value in weights.items()}
         self.dtype, self.layout = dtype, layout
-        self.layers, self.heads, self.kv_heads = (
-            c["num_hidden_layers"],
-            c["num_attention_heads"],
-            c["num_key_value_heads"],
-        )
+        self.layers = c["num_hidden_layers"]
+        self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
         self.head_dim, self.theta, self.eps = c["head_dim"], c["rope_theta"], c["rms_norm_eps"]
         self.loops = len(c["loop_loss_weights"]) + 1 if c.get("loop_loss_weights") else c["num_loops"]
         self.norm_once = c.get("skip_loop_final_norm", False)
@@ -105,7 +102,7 @@ class NanbeigeOracle:
         prefill_loops = prefill_loops or self.loops
         memory = Memory(self, len(prompt) + outputs)
 
-        def compute(token: int, position: int, leaves_after) -> tuple[np.ndarray, int]:
+        def compute(token: int, position: int, leaves_after: Callable[[int], bool]) -> tuple[np.ndarray, int]:
             x = self.w["model.embed_tokens.weight"][token]
             for r in range(1, self.loops + 1):
                 x = self._loop(x, position, r, memory)
