@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from rlt_jax import __version__
 from rlt_jax.config import DTYPES, KERNEL_CHOICES, PLATFORM_DEFAULTS, EngineConfig, KVLayoutKind
 
 EXIT_FAILURE = 1  # the engine or the server failed
@@ -82,6 +85,34 @@ def integer_list(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be integers separated by commas, found {text!r}") from None
 
 
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """--version, beside --help."""
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}", help="show it and exit")
+
+
+def log_to_stderr(level: int) -> None:
+    """Send the log to stderr.  jax's own says at INFO what it tried and did not find, so it must be a warning."""
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jax").setLevel(max(level, logging.WARNING))
+
+
+def with_options(message: str, options: Mapping[str, str]) -> str:
+    """A message about settings, with the options that set them in place of their names in Python.
+
+    "page_size must be ..." becomes "--page-size: must be ...".  Inside the text only names with an underscore are
+    replaced: "slots" and "port" are words too.
+
+    Args:
+        options: option -> name in Python.
+    """
+    names = {name: option for option, name in options.items()}
+    start = re.match(r"(\w+)(?:=|: | (?=must ))", message)
+    prefix = ""
+    if start is not None and start[1] in names:
+        prefix, message = f"{names[start[1]]}: ", message[start.end() :]
+    return prefix + re.sub(r"(?<![-\w./])\w+_\w+(?![\w/])", lambda word: names.get(word[0], word[0]), message)
+
+
 # -- engine options ---------------------------------------------------------------------------------------------------
 
 # Option -> field of EngineConfig.  What an option leaves out keeps EngineConfig's default.
@@ -97,6 +128,8 @@ ENGINE_OPTIONS: dict[str, str] = {
     "--round-ticks": "round_ticks",
     "--kernels": "kernels",
 }
+
+MODEL_OPTIONS: dict[str, str] = {"--model": "model", "--revision": "revision"}
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,8 @@ class EngineConfig:
 
     Attributes (units in the names; defaults for GPU / CPU where they differ):
         dtype: "bfloat16" or "float32" (float32 computes at full matmul precision).
-        kv_layout: LAST_EXITED keeps one KV plane per depth, SHARED keeps one, always its last write.
+        kv_layout: LAST_EXITED ("last_exited") keeps one KV plane per depth, SHARED ("shared") keeps one, always its
+            last write: a different function of the prompt, which a model must have been trained for.
         slots: live requests at once; 32 / 8.
         page_size: positions per KV page; 64 / 16.
         prefill_chunk: prompt positions per prefill program at most; 512 / 64.
@@ -57,9 +58,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        if not isinstance(self.kv_layout, KVLayoutKind):
-            known = ", ".join(kind.value for kind in KVLayoutKind)
-            raise InvalidConfig(f"kv_layout must be a KVLayoutKind ({known}), found {self.kv_layout!r}")
+        known = [kind.value for kind in KVLayoutKind]
+        if not isinstance(self.kv_layout, KVLayoutKind) and self.kv_layout not in known:
+            raise InvalidConfig(f"kv_layout must be one of {', '.join(known)}, found {self.kv_layout!r}")
+        object.__setattr__(self, "kv_layout", KVLayoutKind(self.kv_layout))  # its value as a string will do
         if self.kernels not in KERNEL_CHOICES:
             raise InvalidConfig(f"kernels must be one of {', '.join(KERNEL_CHOICES)}, found {self.kernels!r}")
         limits = {

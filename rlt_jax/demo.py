@@ -32,7 +32,7 @@ from rlt_jax.client import GenerationClient
 from rlt_jax.errors import RltError
 from rlt_jax.request import RequestOutput, SamplingParams, Usage
 
-PROGRAM = "rlt-demo"
+PROGRAM = "python -m rlt_jax.demo"
 START_SECONDS = 300.0  # load and compile; most of it is saved on disk for the next start
 REQUEST_SECONDS = 120.0
 STOP_SECONDS = 30.0

@@ -45,7 +45,7 @@ PARAM_OPTIONS: dict[str, str] = {
     "--exit-policy": "exit_policy",
     "--exit-threshold": "exit_threshold",
 }
-_LOCAL_ONLY = {"--model": "model", "--revision": "revision", **cli.ENGINE_OPTIONS}
+_LOCAL_ONLY = {**cli.MODEL_OPTIONS, **cli.ENGINE_OPTIONS}
 
 
 class _AppendIds(argparse.Action):
@@ -74,6 +74,7 @@ def build_parser() -> cli.Parser:
         "server failed, 2 for a wrong option, model or request.",
         dash_values=("--prompt", "--prompt-ids", *numeric),
     )
+    cli.add_version(parser)
     group = parser.add_argument_group("prompts (at least one; both may be repeated)")
     group.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help="a prompt as text")
     group.add_argument(
@@ -149,11 +150,7 @@ def build_parser() -> cli.Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the process's exit code."""
     options = build_parser().parse_args(arguments)
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.WARNING,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    cli.log_to_stderr(logging.INFO if options.verbose else logging.WARNING)
     try:
         prompts: list[Prompt] = options.prompts or []
         if not prompts:
@@ -163,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(run(options, prompts, params), options.format)
     except InvalidRequest as error:
         cli.fail(PROGRAM, f"{_option(error.field, options.prompts)}: {error.description}")
-    except (InvalidConfig, CheckpointError, NotImplementedError) as error:  # the last: a choice that does not fit
+    except (InvalidConfig, NotImplementedError) as error:  # the last: a choice that does not fit
+        cli.fail(PROGRAM, cli.with_options(str(error), {**_LOCAL_ONLY, "--server": "address"}))
+    except CheckpointError as error:
         cli.fail(PROGRAM, error)
     except RltError as error:
         cli.fail(PROGRAM, error, cli.EXIT_FAILURE)

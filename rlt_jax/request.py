@@ -35,8 +35,9 @@ class SamplingParams:
         min_loops, max_loops: bounds of the exit depth of outputs 2..n, one-based, inclusive.
         prefill_loops: loops that prompt positions run; the first output comes from this depth.
         exit_policy: "fixed", "gate", "gate_delayed" or "trace" ("ouro", "ouro_delayed" are accepted spellings).
-        exit_threshold: in [0, 1]; a token leaves once its exit probability reaches it; >= 1 is full depth.
-        exit_trace: given exit depths, one per output; the first is prefill_loops.  Implies the policy "trace".
+        exit_threshold: in [0, 1]; a token leaves once its exit probability reaches it; 1 is full depth.
+        exit_trace: given exit depths, at least max_tokens of them; the first is prefill_loops.  Implies the policy
+            "trace" and min_loops 1.
         logprobs: "raw" (of the model's own distribution) or "processed" (after temperature and filters).
     """
 

@@ -94,7 +94,12 @@ def resolve_params(
             f"max_context={max_context}, so at most {max_context - prompt_tokens + 1} here",
         )
     if capacity > max_capacity:
-        raise InvalidRequest("max_tokens", f"needs {capacity} positions; the whole KV pool holds {max_capacity}")
+        fits = max_capacity - prompt_tokens + 1
+        raise InvalidRequest(
+            "max_tokens",
+            f"{max_tokens} with a prompt of {prompt_tokens} needs {capacity} positions; the whole KV pool holds "
+            f"{max_capacity}, so " + (f"at most {fits} here" if fits >= 1 else "the prompt alone does not fit"),
+        )
 
     def pick(name: str) -> Any:
         value = getattr(params, name)

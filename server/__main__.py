@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlt_jax import cli
-from rlt_jax.errors import RltError
+from rlt_jax.errors import InvalidConfig, RltError
 from server.app import LISTENING, ServerConfig, run
 
 if TYPE_CHECKING:
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 PROGRAM = "rlt-server"
 DEFAULT_MAX_WAITING = 256
 
+# Option -> field of EngineConfig or ServerConfig: what messages name, in the spelling of the command line.
+OPTIONS: dict[str, str] = {
+    **cli.ENGINE_OPTIONS,
+    **cli.MODEL_OPTIONS,
+    "--max-waiting": "max_waiting",
+    "--host": "host",
+    "--port": "port",
+    "--stream-buffer-tokens": "stream_buffer_tokens",
+    "--drain-seconds": "drain_seconds",
+    "--tls-cert": "tls_cert",
+    "--tls-key": "tls_key",
+}
+
 
 def build_parser() -> cli.Parser:
     defaults = ServerConfig()
@@ -26,9 +39,11 @@ def build_parser() -> cli.Parser:
         prog=PROGRAM,
         description="Serve a looped language model over gRPC (service rlt.v1.GenerationService, with the standard "
         f'health and reflection services). When warm, prints one line to stdout: "{LISTENING} HOST:PORT". '
-        "SIGTERM or Ctrl-C drains and exits 0.",
-        epilog="Exit codes: 0 after a signal, 1 when the engine failed, 2 for a wrong option or model.",
+        "SIGTERM or Ctrl-C drains and exits 0; a second one exits at once.",
+        epilog="Exit codes: 0 after a signal (drained, or stopped while loading), 1 when the engine failed, 2 for a "
+        "wrong option or model, 130 or 143 after a second signal (SIGINT or SIGTERM): streams were cut.",
     )
+    cli.add_version(parser)
     cli.add_model_options(parser)
     group = parser.add_argument_group("network")
     group.add_argument(
@@ -78,9 +93,7 @@ def build_parser() -> cli.Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; the process's exit code."""
     options = build_parser().parse_args(arguments)
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    cli.log_to_stderr(getattr(logging, options.log_level.upper()))
     try:
         engine_config = cli.engine_config(options, max_waiting=options.max_waiting)
         config = ServerConfig(
@@ -99,9 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return LLMEngine(options.model, engine_config, revision=options.revision, progress=sys.stderr.isatty())
 
         return asyncio.run(run(config, make_engine))
-    except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
+    except (InvalidConfig, NotImplementedError) as error:  # the message says what to change
+        cli.fail(PROGRAM, cli.with_options(str(error), OPTIONS))
+    except RltError as error:
         cli.fail(PROGRAM, error)
-    except KeyboardInterrupt:  # a second one, while draining
+    except KeyboardInterrupt:  # before or after the event loop, which has its own handler
         return cli.EXIT_INTERRUPTED
 
 

@@ -3,20 +3,24 @@
 bind        health NOT_SERVING; Generate is UNAVAILABLE; the port is known
 warm        health SERVING; one line on stdout: "rlt-server listening on HOST:PORT"
 signal      health NOT_SERVING, no new requests, running ones finish within --drain-seconds; exit code 0
+            before the engine is warm: nothing to drain, the process ends at once; exit code 0
+again       a second signal ends the process at once, streams are cut; exit code 128 + its number
 dead engine every stream gets its error, health NOT_SERVING; exit code 1
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,6 +29,7 @@ from grpc_reflection.v1alpha import reflection
 from rlt.v1 import generation_service_pb2_grpc as pb_grpc
 from rlt_jax.client.client import is_loopback
 from rlt_jax.errors import InvalidConfig
+from rlt_jax.request import SamplingParams
 from server.engine_thread import EngineThread
 from server.service import SERVICE_NAME, GenerationService
 from server.status import ShuttingDown
@@ -133,13 +138,19 @@ class Server:
                 port = self._grpc.add_insecure_port(f"{host}:{self._config.port}")
             else:
                 port = self._grpc.add_secure_port(f"{host}:{self._config.port}", credentials)
-        except RuntimeError as error:
-            raise InvalidConfig(f"host and port: cannot listen on {host}:{self._config.port}: {error}") from None
+        except RuntimeError as error:  # gRPC does not say why
+            reason = _why_not_bound(self._config.host, self._config.port) or f"cannot listen: {error}"
+            raise InvalidConfig(f"{host}:{self._config.port}: {reason}") from None
         self.address = f"{host}:{port}"
         if credentials is None and not is_loopback(self._config.host):
             log.warning("%s is open to other machines, without encryption or authentication", self.address)
         await self._grpc.start()
         self.engine_thread.start()
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine is neither warm nor has failed to become so."""
+        return not self.engine_thread.ready.done()
 
     async def wait_ready(self) -> LLMEngine:
         """Wait until the engine is warm, then serve.  Raises what prevented the engine from loading."""
@@ -184,9 +195,21 @@ async def run(config: ServerConfig, make_engine: Callable[[], LLMEngine]) -> int
     """
     loop = asyncio.get_running_loop()
     signalled = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signalled.set)
     server = Server(config, make_engine)
+
+    def on_signal(number: signal.Signals) -> None:
+        """The first one asks for the drain; where waiting has no use or is not wanted, the process ends here."""
+        if signalled.is_set():
+            log.warning("second signal (%s); leaving at once, streams are cut", number.name)
+            _leave(128 + number)
+        if server.loading:
+            log.info("%s received; stopped while loading", number.name)
+            _leave(0)
+        log.info("%s received; draining for at most %g s", number.name, config.drain_seconds)
+        signalled.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
     await server.start()
     log.info("bound to %s; loading the model", server.address)
     stopping = asyncio.ensure_future(signalled.wait())
@@ -198,9 +221,6 @@ async def run(config: ServerConfig, make_engine: Callable[[], LLMEngine]) -> int
             serving.result()  # raises what prevented the start
             exit_code = 1
         else:
-            log.info("signal received; draining for at most %g s", config.drain_seconds)
-            for number in (signal.SIGTERM, signal.SIGINT):  # a second signal does not wait
-                loop.remove_signal_handler(number)
             serving.cancel()
             await server.drain()
     finally:
@@ -208,10 +228,31 @@ async def run(config: ServerConfig, make_engine: Callable[[], LLMEngine]) -> int
         ended = await server.stop()
     if not ended:
         log.warning("the engine did not stop in time; leaving without it")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
+        _leave(exit_code)
     return exit_code
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End the process here.  A regular end would unwind the engine's thread inside XLA or gRPC, which is an abort."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _why_not_bound(host: str, port: int) -> str | None:
+    """The system's reason for refusing an address; None if it does not refuse it (any more)."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC
+                probe.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return reason[:1].lower() + reason[1:]
+    return None
 
 
 async def _serve(server: Server) -> None:
@@ -234,5 +275,27 @@ def _report(engine: LLMEngine) -> None:
         info["platform"], info["device_kind"], info["slots"], info["page_size"], info["kv_layout"],
         info["compiled_programs"],
     )  # fmt: skip
+    warning = pool_warning(info["memory_plan"]["pages"] * info["page_size"], model["max_context"])
+    if warning is not None:
+        log.warning("%s", warning)
     defaults = ", ".join(f"{name} {value}" for name, value in info["defaults"].items())
     log.info("defaults: %s", defaults)
+
+
+def pool_warning(positions: int, max_context: int) -> str | None:
+    """What cannot run though the limits allow it, because the whole KV pool is smaller; None if there is no such thing.
+
+    Args:
+        positions: that all pages of the pool hold together.
+        max_context: positions a request may use.
+    """
+    if positions >= max_context:
+        return None
+    text = (
+        f"memory plan: the whole KV pool holds {positions} positions, less than max_context={max_context}: one request "
+        f"fits if its prompt and max_tokens - 1 are at most {positions} together"
+    )
+    default = SamplingParams().max_tokens
+    if positions < default:
+        text += f", so none with the default max_tokens={default} does"
+    return f"{text}; raise --kv-pages or --memory-fraction, or lower --max-context"

@@ -199,7 +199,10 @@ def test_more_than_the_whole_pool_holds() -> None:
     small = engine(LAST_EXITED, slots=2, page_size=4, chunk=5, kv_pages=8)
     with pytest.raises(InvalidRequest) as caught:
         small.add_request("bad", PROMPT, sampling(max_tokens=31))
-    check_error(caught.value, "max_tokens", ["33", "32"])
+    check_error(caught.value, "max_tokens", ["31", "33", "32", "at most 30 here"])
+    with pytest.raises(InvalidRequest) as caught:
+        small.add_request("bad", [1] * 33, sampling(max_tokens=1))
+    check_error(caught.value, "max_tokens", ["33", "32", "the prompt alone does not fit"])
     drained(small)
     assert len(alone(small, PROMPT, sampling(max_tokens=30)).tokens) == 30
 
@@ -265,7 +268,7 @@ def test_a_full_queue_is_not_an_invalid_request(target: LLMEngine, monkeypatch: 
         ({"kv_pages": 0}, ["kv_pages", "0"]),
         ({"round_ticks": 65}, ["round_ticks", "65", "64"]),
         ({"dtype": "float16"}, ["dtype", "float16", "bfloat16, float32"]),
-        ({"kv_layout": "shared"}, ["kv_layout", "'shared'"]),
+        ({"kv_layout": "both"}, ["kv_layout", "last_exited, shared", "'both'"]),
         ({"kernels": "magic"}, ["kernels", "magic", "auto, reference, triton"]),
         ({"memory_fraction": 1.0}, ["memory_fraction", "1.0", "[0.05, 0.98]"]),
         ({"memory_fraction": NAN}, ["memory_fraction", "nan"]),

@@ -61,7 +61,9 @@ def test_a_demo_that_fails_shows_the_servers_log(tmp_path: Path) -> None:
     done = run_demo("--model", str(tmp_path))
     assert done.returncode == 1
     assert "config.json: missing" in done.stderr  # from the server's log
-    assert done.stderr.splitlines()[-1] == ("rlt-demo: error: the server ended with exit code 2 before it was ready")
+    assert done.stderr.splitlines()[-1] == (
+        "python -m rlt_jax.demo: error: the server ended with exit code 2 before it was ready"
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -4,23 +4,29 @@
     python -m rlt_jax.bench throughput --model ouro-1.4b --clients 1,32,128 --prompt 512 --outputs 64 --depth both
     python -m rlt_jax.bench first-token --model ouro-1.4b --prompt 1024
 
-A table for people comes first; the last line of stdout is one JSON document.  An absolute time counts only on the GPU
-it names; random weights and tokens; fixed or given depths, so that the work is the same for everybody.
+One line for people per measurement; the last line of stdout is one JSON document.  An absolute time counts only on the
+GPU it names; random weights and tokens; fixed or given depths, so that the work is the same for everybody.
+
+Models: ouro-1.4b, ouro-2.6b and tiny have real shapes and random weights; anything else is a checkpoint to load.
+`python -m rlt_jax.bench tick --help` and the like show each measurement's options.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlt_jax import cli
+from rlt_jax.config import DTYPES, KERNEL_CHOICES, KVLayoutKind
 from rlt_jax.errors import RltError
 
 SCHEMA_VERSION = 1
+LAYOUTS = tuple(kind.value for kind in KVLayoutKind)
 
 
 def _numbers(text: str) -> list[int]:
@@ -33,30 +39,44 @@ def _numbers(text: str) -> list[int]:
     return values
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The description as written; the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default is not None else action.help
+
+
 def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", default="tiny", help="ouro-1.4b, ouro-2.6b, tiny (random weights), or a checkpoint")
-    common.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    common.add_argument("--kernels", default="auto", choices=("auto", "reference", "triton"))
+    common.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of weights, activations and KV")
+    common.add_argument("--kernels", default="auto", choices=KERNEL_CHOICES, help="implementation of the ops on the KV")
     common.add_argument("--page-size", type=int, help="positions per KV page (default: by platform)")
     common.add_argument("--prefill-chunk", type=int, help="prompt positions per program (default: by platform)")
     common.add_argument("--round-ticks", type=int, help="ticks per round at most (default: by slots)")
-    common.add_argument("--kv-layout", default="last_exited", choices=("last_exited", "shared"))
+    common.add_argument("--kv-layout", default="last_exited", choices=LAYOUTS, help="KV layout of the engine")
     common.add_argument("--out", type=Path, help="also write the JSON document to this file")
-    parser = argparse.ArgumentParser(
-        prog="python -m rlt_jax.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m rlt_jax.bench", description=__doc__, formatter_class=_Help)
     commands = parser.add_subparsers(dest="command", required=True)
-    tick = commands.add_parser("tick", parents=[common], help="time of one tick beside its byte floor")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, parents=[common], help=text, description=text, formatter_class=_Help)
+
+    tick = add("tick", "time of one tick beside its byte floor")
     tick.add_argument("--slots", type=_numbers, default=[1, 8], help="comma-separated slot counts")
     tick.add_argument("--context", type=_numbers, default=[64], help="comma-separated prompt lengths")
-    through = commands.add_parser("throughput", parents=[common], help="output tokens per second")
-    through.add_argument("--form", default="all", choices=("steady", "peer", "closed", "all"))
+    through = add("throughput", "output tokens per second")
+    forms = (
+        "steady: C requests, from the last first token to the first finish; peer: C requests, decode only, drained; "
+        "closed: 2C requests by C clients, prefill and drain included"
+    )
+    through.add_argument("--form", default="all", choices=("steady", "peer", "closed", "all"), help=forms)
     through.add_argument("--clients", type=_numbers, default=[1, 8], help="comma-separated counts of streams")
     through.add_argument("--prompt", type=int, default=64, help="tokens in")
     through.add_argument("--outputs", type=_numbers, default=[32], help="tokens out, at most 128 with a trace")
-    through.add_argument("--depth", default="both", choices=("fixed", "trace", "both"))
-    first = commands.add_parser("first-token", parents=[common], help="latency of a lone prompt's first token")
+    depths = "fixed: every token at full depth; trace: the committed depths, mean 2.5"
+    through.add_argument("--depth", default="both", choices=("fixed", "trace", "both"), help=depths)
+    first = add("first-token", "latency of a lone prompt's first token")
     first.add_argument("--prompt", type=_numbers, default=[64], help="comma-separated prompt lengths")
     return parser
 
@@ -68,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _measure(args, argv)
     except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
         cli.fail("python -m rlt_jax.bench", error)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
@@ -77,7 +100,6 @@ def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     enable_compilation_cache()
     from rlt_jax.bench import measure, workload
     from rlt_jax.bench.environment import VALID_COPY_TB_S, copy_tb_s, environment, source_hash
-    from rlt_jax.config import KVLayoutKind
 
     env, bandwidth = environment(), copy_tb_s()
     loaded = workload.load(args.model, args.dtype)
@@ -94,7 +116,7 @@ def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         rows.append(row)
         print("  ".join(f"{k}={_short(v)}" for k, v in row.items() if not isinstance(v, list)), flush=True)
 
-    print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth:.2f} TB/s")
+    print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth * 1e3:.0f} GB/s")
     if args.command == "tick":
         for slots in args.slots:
             for context in args.context:
@@ -131,7 +153,7 @@ def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     if not valid:
         print(f"INVALID: this H200 copies at {bandwidth:.2f} TB/s, below {VALID_COPY_TB_S}", file=sys.stderr)
-    print(json.dumps(document))
+    print(json.dumps(document), flush=True)
     return 0 if document["valid"] else 3
 
 

@@ -149,6 +149,7 @@ def first_token(loaded: LoadedCheckpoint, prompt: int, repeats: int = 7, **setti
     return {
         "op": "first_token",
         "prompt": prompt,
+        "kv_layout": engine.config.kv_layout.value,
         "prefill_chunk": engine.config.prefill_chunk,
         "milliseconds": statistics.median(times) * 1e3,
         "all_ms": [t * 1e3 for t in times],
@@ -192,6 +193,7 @@ def throughput(
         "form": form,
         "depth": "fixed" if trace is None else "trace",
         "clients": clients,
+        "kv_layout": engine.config.kv_layout.value,
         "prompt": prompt,
         "outputs": outputs,
         "tokens_per_second": counted / (stop - start),

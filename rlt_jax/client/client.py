@@ -24,7 +24,7 @@ from rlt.v1 import generation_service_pb2_grpc as pb_grpc
 from rlt_jax.client import wire
 from rlt_jax.client.errors import ServerError, error_from_rpc
 from rlt_jax.client.info import ModelInfo, ServerInfo
-from rlt_jax.errors import RltError
+from rlt_jax.errors import InvalidConfig, RltError, shown
 from rlt_jax.request import Completion, RequestOutput, ResolvedParams, SamplingParams
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -51,6 +51,29 @@ def channel_options(address: str) -> tuple[tuple[str, int], ...]:
     """The gRPC options of a connection to "host:port"."""
     host = address.rpartition(":")[0].strip("[]")
     return CHANNEL_OPTIONS + (LOOPBACK_OPTIONS if is_loopback(host) else ())
+
+
+_GRPC_SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
+
+
+def check_address(address: str) -> str:
+    """An address as gRPC takes it.  gRPC itself would try in vain to resolve a wrong one until the call's deadline.
+
+    Raises:
+        InvalidConfig: it is neither HOST:PORT nor begins with a scheme of gRPC's.
+    """
+    expected = f"address: expected HOST:PORT, found {shown(address)}"
+    if not isinstance(address, str):
+        raise InvalidConfig(expected)
+    if address.startswith(_GRPC_SCHEMES):
+        return address
+    host, _, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or "/" in bare or (":" in bare and host != f"[{bare}]"):
+        raise InvalidConfig(expected)
+    if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= 65535):
+        raise InvalidConfig(f"{expected}; a port is in [1, 65535]" if port.isdecimal() else expected)
+    return address
 
 
 class _Reader:
@@ -183,10 +206,13 @@ class GenerationClient:
     Args:
         address: "host:port" or "unix:path".
         credentials: for TLS, from `grpc.ssl_channel_credentials`; None is a plain connection.
+
+    Raises:
+        InvalidConfig: the address is not one.  Whether anybody answers there, the first call says.
     """
 
     def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address
+        self.address = check_address(address)
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=channel_options(address))
         else:
@@ -277,7 +303,7 @@ class AsyncGenerationClient:
     """The asyncio twin of `GenerationClient`; construct it inside the event loop that uses it."""
 
     def __init__(self, address: str, *, credentials: grpc.ChannelCredentials | None = None) -> None:
-        self.address = address
+        self.address = check_address(address)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=channel_options(address))
         else:

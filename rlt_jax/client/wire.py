@@ -93,6 +93,12 @@ def write_request(
         except ValueError:  # a lone surrogate
             raise InvalidRequest("prompt", f"must be valid Unicode, found {prompt[:40]!r}") from None
     else:
+        if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
+            raise InvalidRequest(
+                "prompt",
+                f"must be a string or a sequence of token ids, found a {type(prompt).__name__} that begins with "
+                f"{shown(prompt[0])}; a call takes one prompt, so make one call per prompt",
+            )
         _checked_ints("prompt", prompt, "token")
         request.token_ids.ids.extend(prompt)
         request.token_ids.SetInParent()  # an empty prompt must reach the server as an empty prompt, not as none

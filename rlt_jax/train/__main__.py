@@ -33,7 +33,6 @@ from rlt_jax.train.evaluate import (
 from rlt_jax.train.model import LOOPS, MAX_POSITIONS, SIZES, cast, count_parameters, model_config
 from rlt_jax.train.tasks import GENERATORS, VALIDATION_CLASS
 from rlt_jax.train.tokenizer import build_tokenizer
-from rlt_jax.train.trainer import TrainConfig, train_stage1, train_stage2, with_gate
 
 DEFAULT_STEPS = 6000
 
@@ -60,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per row (default 256)")
     parser.add_argument("--chunk-steps", type=int, default=16, help="steps per dispatch (default 16)")
     parser.add_argument("--gate-steps", type=int, default=320, help="steps of stage II (default 320)")
-    parser.add_argument("--learning-rate", type=float, default=TrainConfig.learning_rate, help="peak of stage I")
-    parser.add_argument("--warmup", type=int, default=TrainConfig.warmup, help="steps of warm-up")
+    parser.add_argument("--learning-rate", type=float, help="peak of stage I (default: the trainer's)")
+    parser.add_argument("--warmup", type=int, help="steps of warm-up (default: the trainer's)")
     parser.add_argument("--tasks", default=",".join(GENERATORS), help="comma-separated tasks (default: all)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the computation")
     parser.add_argument("--seed", type=int, default=0)
@@ -103,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     _check(parser, args)
+    try:  # only now: optax belongs to an extra, and wrong options are told without it
+        from rlt_jax.train.trainer import TrainConfig, train_stage1, train_stage2, with_gate
+    except ModuleNotFoundError as error:
+        if error.name != "optax":
+            raise
+        parser.exit(2, f"{parser.prog}: error: optax is not installed: pip install 'rlt_jax[train]'\n")
     begin = time.perf_counter()
 
     def log(message: str) -> None:
@@ -112,13 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = jax.devices()[0].device_kind
     log(f"jax {jax.__version__} on {device}, {dtype}")
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = TrainConfig(
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        warmup=args.warmup,
-        compute_dtype=dtype,
-        gate_steps=args.gate_steps,
-    )
+    given = {name: getattr(args, name) for name in ("learning_rate", "warmup") if getattr(args, name) is not None}
+    settings = TrainConfig(seed=args.seed, compute_dtype=dtype, gate_steps=args.gate_steps, **given)
     data = DataSpec(
         seq_len=args.seq_len,
         rows=args.rows,

@@ -346,7 +346,8 @@ def model_card(result: dict[str, Any], training: dict[str, Any] | None) -> str:
         "occur in training. English: *The Devil's Dictionary* (public domain, `rlt_jax/train/data/NOTICE.md`). Stage I "
         "minimises the expected cross-entropy over exit depths minus an entropy term; stage II freezes the language "
         "model and trains the exit gate alone. In stage I a third of the samples have random exit depths, so that the "
-        "model learns with the KV cache that early exits leave.",
+        "model learns with the KV cache that early exits leave. That cache is the layout `last_exited`; under "
+        "`shared`, which it never saw in training, the model answers nonsense at every depth.",
         "",
     ]
     if training:
