@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import rlt_jax.llm
-from rlt_jax import generate
+from rlt_jax import __version__, generate
 from rlt_jax.llm import LLM
 from rlt_jax.request import SamplingParams
 from tests.conftest import fixture_dir
@@ -227,8 +227,8 @@ BAD = [
     (("--logprobs", "best"), "--logprobs: must be 'raw' or 'processed', found 'best'"),
     (("--stop", "x"), "--stop: 1 stop strings given, but the model has no tokenizer"),
     (("--stop-token-ids", ",".join(map(str, range(1, 18)))), "--stop-token-ids: has 17 ids"),
-    (("--slots", "0"), "slots must be an integer in [1, 4096], found 0"),
-    (("--kv-layout", "ring"), "kv_layout must be"),
+    (("--slots", "0"), "--slots: must be an integer in [1, 4096], found 0"),
+    (("--kv-layout", "ring"), "--kv-layout: must be one of last_exited, shared, found 'ring'"),
     (("--format", "xml"), "--format: invalid choice: 'xml'"),
     (("--prompt-ids",), "--prompt-ids: expected one argument"),
 ]
@@ -320,6 +320,17 @@ def test_bad_input_through_a_server(run: Run, scripted: RunningServer) -> None:
         assert (code, out) == (2, "")
         assert words in line
     scripted.wait_drained()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "http://127.0.0.1:50051"])
+def test_a_wrong_address_is_exit_code_2(run: Run, address: str) -> None:
+    code, out, err = run("--server", address, "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert err == f"rlt-generate: error: --server: expected HOST:PORT, found {address!r}\n"
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"rlt-generate {__version__}\n", "")
 
 
 def test_an_unreachable_server_is_exit_code_1(run: Run) -> None:

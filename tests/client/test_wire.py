@@ -6,6 +6,7 @@ PROTECTS: no parameter is lost or swapped on its way; zero is not unset; an erro
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import grpc
 import pytest
@@ -83,6 +84,13 @@ def test_seed_keeps_64_bits_and_floats_are_doubles() -> None:
 def test_prompts_survive_the_wire(prompt: str | list[int]) -> None:
     message = pb.GenerateRequest.FromString(wire.write_request(prompt, SamplingParams()).SerializeToString())
     assert wire.read_prompt(message) == prompt
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], ("a",), [[1, 2], [3]]])
+def test_a_call_takes_one_prompt(prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a call takes one prompt, so make one call per prompt") as caught:
+        wire.write_request(prompts, SamplingParams())
+    assert caught.value.field == "prompt"
 
 
 def test_a_missing_prompt() -> None:

@@ -28,6 +28,7 @@ from rlt_jax.errors import CheckpointError
 from rlt_jax.request import SamplingParams
 from rlt_jax.runtime.engine import LLMEngine
 from server.app import LISTENING as SERVER_LISTENING
+from server.app import pool_warning
 from tests.conftest import fixture_dir
 from tests.server.running import (
     PATIENCE_SECONDS,
@@ -79,6 +80,14 @@ class Process:
         assert line.startswith("rlt-server listening on 127.0.0.1:"), line
         return line.split()[-1]
 
+    def wait_log(self, words: str) -> None:
+        """Wait for a line of the log."""
+        deadline = time.monotonic() + START_SECONDS
+        while not any(words in line for line in list(self.stderr)):
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < deadline, self.stderr
+            time.sleep(0.01)
+
     def wait(self) -> int:
         code = self.process.wait(PATIENCE_SECONDS)
         for reader in self._readers:
@@ -109,6 +118,73 @@ def test_a_signal_drains_and_exits_0(process: Process, number: signal.Signals) -
     assert "paged_attention: reference" in log
     assert "memory plan" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)] * 2,
+)
+def test_a_second_signal_ends_the_process_at_once(first: signal.Signals, second: signal.Signals) -> None:
+    # PROTECTS: unwinding the engine's thread inside a round is an abort of the whole process (exit code 134).
+    options = ["--dtype", "float32", "--slots", "2", "--max-context", "512", "--round-ticks", "64"]
+    with Process("-m", "server", "--model", str(MODEL), "--port", "0", "--drain-seconds", "20", *options) as process:  # noqa: SIM117
+        with GenerationClient(process.address()) as client:
+            running = client.generate(PROMPT, LONG)
+            next(running)
+            waiting = [client.generate(PROMPT, LONG) for _ in range(60)]  # seconds of work on two slots
+            os.kill(process.process.pid, first)
+            process.wait_log(f"{first.name} received; draining for at most 20 s")
+            start = time.monotonic()
+            os.kill(process.process.pid, second)
+            assert process.wait() == 128 + second
+            assert time.monotonic() - start < 5
+            codes = []
+            for stream in waiting:
+                try:
+                    stream.completion()
+                except ServerError as error:
+                    codes.append(error.code)
+            assert codes  # some were cut
+            assert set(codes) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+    log = "\n".join(process.stderr)
+    assert f"WARNING server.app: second signal ({second.name}); leaving at once" in log
+    for words in ("Traceback", "terminate called", "FATAL"):
+        assert words not in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_loading_ends_the_process_at_once(number: signal.Signals) -> None:
+    with Process("-m", "server", "--model", str(MODEL), "--port", "0", "--dtype", "float32") as process:
+        process.wait_log("loading the model")
+        time.sleep(0.5)  # into jax's import or a compilation
+        start = time.monotonic()
+        os.kill(process.process.pid, number)
+        assert process.wait() == 0
+        assert time.monotonic() - start < 3
+    log = "\n".join(process.stderr)
+    assert f"{number.name} received; stopped while loading" in log
+    assert "Traceback" not in log
+
+
+def test_the_log_has_no_noise_and_warns_of_a_small_pool() -> None:
+    options = ["--dtype", "float32", "--slots", "2", "--max-context", "512", "--page-size", "8", "--kv-pages", "6"]
+    with Process("-m", "server", "--model", str(MODEL), "--port", "0", *options) as process:
+        process.address()
+        os.kill(process.process.pid, signal.SIGTERM)
+        assert process.wait() == 0
+    assert not [line for line in process.stderr if " INFO jax" in line or "Unable to initialize" in line]
+    (warning,) = [line for line in process.stderr if " WARNING " in line]
+    assert "the whole KV pool holds 48 positions, less than max_context=512" in warning
+
+
+def test_pool_warning() -> None:
+    assert pool_warning(512, 512) is None
+    small, tiny = pool_warning(511, 512), pool_warning(63, 512)
+    assert small is not None
+    assert tiny is not None
+    assert "holds 511 positions, less than max_context=512" in small
+    assert "default" not in small
+    assert "at most 63 together, so none with the default max_tokens=64 does" in tiny
 
 
 def test_draining_refuses_new_requests_and_ends_late_ones() -> None:
@@ -233,13 +309,15 @@ def test_a_broken_device_ends_every_stream_and_the_process() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--slots", "0"], "slots must be an integer in [1, 4096], found 0"),
+        (["--slots", "0"], "--slots: must be an integer in [1, 4096], found 0"),
         (["--slots", "many"], "--slots: must be an integer, found 'many'"),
-        (["--port", "70000"], "port must be in [0, 65535], found 70000"),
-        (["--dtype", "int4"], "dtype must be one of bfloat16, float32, found 'int4'"),
+        (["--page-size", "0"], "--page-size: must be an integer in [1, 1024], found 0"),
+        (["--max-context", "100000"], "--max-context: 100000 exceeds the model's max_position_embeddings="),
+        (["--port", "70000"], "--port: must be in [0, 65535], found 70000"),
+        (["--dtype", "int4"], "--dtype: must be one of bfloat16, float32, found 'int4'"),
         (["--kv-layout", "ring"], "'ring'"),
-        (["--drain-seconds", "nan"], "drain_seconds must be finite and >= 0, found nan"),
-        (["--tls-cert", "x.pem"], "tls_cert and tls_key must be given together"),
+        (["--drain-seconds", "nan"], "--drain-seconds: must be finite and >= 0, found nan"),
+        (["--tls-cert", "x.pem"], "--tls-cert and --tls-key must be given together"),
         (["--tls-cert", "x.pem", "--tls-key", "y.pem"], "No such file"),
         (["--model", "/nowhere/at/all"], "no such directory"),
         (["--sl", "2"], "unrecognized arguments: --sl 2"),
@@ -259,10 +337,11 @@ def test_a_taken_port_is_an_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-m", "server", "--port", str(taken.getsockname()[1]), "--model", str(MODEL)]
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "server", "--port", str(port), "--model", str(MODEL)]
         done = subprocess.run([*command, "--log-level", "error"], capture_output=True, text=True, timeout=START_SECONDS)
     assert done.returncode == 2
-    assert "cannot listen on 127.0.0.1" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"rlt-server: error: 127.0.0.1:{port}: address already in use"
     assert "Traceback" not in done.stderr
 
 

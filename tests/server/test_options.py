@@ -11,11 +11,12 @@ from pathlib import Path
 import grpc._cython
 import pytest
 
-from rlt_jax import cli
-from rlt_jax.client.client import CHANNEL_OPTIONS, LOOPBACK_OPTIONS, channel_options, is_loopback
+from rlt_jax import __version__, cli
+from rlt_jax.client import AsyncGenerationClient, GenerationClient
+from rlt_jax.client.client import CHANNEL_OPTIONS, LOOPBACK_OPTIONS, channel_options, check_address, is_loopback
 from rlt_jax.config import PLATFORM_DEFAULTS, EngineConfig, KVLayoutKind
 from rlt_jax.errors import InvalidConfig
-from server.__main__ import DEFAULT_MAX_WAITING, build_parser
+from server.__main__ import DEFAULT_MAX_WAITING, OPTIONS, build_parser
 from server.app import SERVER_OPTIONS, ServerConfig
 
 # As gRPC's channel_arg_names.h spells them.
@@ -60,6 +61,51 @@ def test_defaults_are_the_configs_own() -> None:
     assert (options.host, options.port) == (config.host, config.port) == ("127.0.0.1", 50051)
     assert options.stream_buffer_tokens == config.stream_buffer_tokens
     assert options.drain_seconds == config.drain_seconds
+
+
+def test_every_setting_of_a_message_has_its_option() -> None:
+    options = {action.dest: action.option_strings[0] for action in build_parser()._actions}
+    fields = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
+    assert {name: option for option, name in OPTIONS.items()} == {
+        name: options[name] for name in fields - {"compilation_cache"} | {"model", "revision"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("page_size must be >= 1", "--page-size: must be >= 1"),
+        ("slots=8 at max_context=64: lower slots", "--slots: 8 at --max-context=64: lower slots"),
+        ("tls_cert and tls_key must be given together", "--tls-cert and --tls-key must be given together"),
+        ("max_context=9 exceeds max_position_embeddings=8", "--max-context: 9 exceeds max_position_embeddings=8"),
+        ("host and port", "host and port"),
+        ("folder /x/kv_pages/y cannot be used", "folder /x/kv_pages/y cannot be used"),
+    ],
+)
+def test_messages_name_options(message: str, shown: str) -> None:
+    assert cli.with_options(message, OPTIONS) == shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"rlt-server {__version__}\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:50051", "[::1]:65535", "unix:/x", "dns:///host:1"])
+def test_addresses(address: str) -> None:
+    assert check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "127.0.0.1", ":50051", "host:", "host:0", "host:65536", "host:http", "::1:50051", "http://127.0.0.1:50051", 5],
+)
+def test_wrong_addresses_are_refused_by_both_clients(address: str) -> None:
+    for client in (GenerationClient, AsyncGenerationClient):
+        with pytest.raises(InvalidConfig, match="address: expected HOST:PORT, found"):
+            client(address)
 
 
 def test_every_engine_option_reaches_its_field() -> None:

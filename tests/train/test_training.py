@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -199,3 +201,19 @@ def test_bad_settings_are_refused_by_name(
         command.main(["--out", str(tmp_path), *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_optax_the_help_works_and_a_run_names_the_extra(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        hidden = "import runpy, sys; sys.modules['optax'] = None; sys.argv[0] = 'train'; "
+        command = [sys.executable, "-c", hidden + "runpy.run_module('rlt_jax.train', run_name='__main__')", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    shown = run("--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "--gate-steps" in shown.stdout
+    refused = run("--size=tiny", "--steps=1", f"--out={tmp_path / 'new'}")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line == "python -m rlt_jax.train: error: optax is not installed: pip install 'rlt_jax[train]'"
+    assert not (tmp_path / "new").exists()
