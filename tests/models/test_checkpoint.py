@@ -1,21 +1,19 @@
-"""Loading and writing model directories.
+"""Loading model directories.
 
 PROTECTS: a wrong checkpoint is refused with the file, tensor or field at fault (never loaded silently, never a raw
-KeyError); what is written reads back bit for bit; loading needs no second copy of the weights.
+KeyError), and loading needs no second copy of the weights.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rlt_jax.errors import CheckpointError, InvalidConfig
-from rlt_jax.models import hub
 from rlt_jax.models.checkpoint import load_checkpoint, read_params, save_checkpoint
 from rlt_jax.models.generation_config import GenerationDefaults, read_generation_config
 from rlt_jax.models.json_file import parse_object
@@ -38,79 +34,17 @@ from rlt_jax.models.ouro import Ouro
 from rlt_jax.models.registry import model_from_config
 from rlt_jax.models.spec import TensorSource
 from rlt_jax.models.tensor_files import TensorFile, TensorStore
+from tests.models.checkpoint_files import (
+    FIXTURE,
+    VOCAB,
+    edit_header,
+    edit_json,
+    edit_tensors,
+    refused,
+    tokenizer_json,
+    write_json,
+)
 from tests.oracle.checkpoint import read_tensors
-
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "ouro_tiny"
-VOCAB = 256
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """A private copy of the fixture's checkpoint, to be broken."""
-    target = tmp_path / "model"
-    target.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(FIXTURE / name, target / name)
-    return target
-
-
-@pytest.fixture
-def sharded(directory: Path) -> Path:
-    """The same in three shards, written by another writer (safetensors itself)."""
-    tensors = load_file(directory / "model.safetensors")
-    names = sorted(tensors)
-    weight_map = {}
-    for i in range(3):
-        shard = f"model-{i + 1:05d}-of-00003.safetensors"
-        part = {n: tensors[n] for n in names[i::3]}
-        save_file(part, directory / shard, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, shard)
-    (directory / "model.safetensors").unlink()
-    write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
-    return directory
-
-
-def write_json(path: Path, document: Any) -> None:
-    path.write_text(json.dumps(document), encoding="utf-8")
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    write_json(path, json.loads(path.read_text()) | changes)
-
-
-def edit_header(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Rewrite a safetensors header in place of the old one; the data stays."""
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + size])
-    header = change(header) or header
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + size :])
-
-
-def edit_tensors(path: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def tokenizer_json(vocab_size: int = VOCAB, special: tuple[str, ...] = ("<|endoftext|>", "<|im_end|>")) -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special), show_progress=False)
-    tokenizer.train_from_iterator(["sort: 3 1 2 = 1 2 3", "copy: abc = abc"], trainer)
-    return tokenizer.to_str()
-
-
-def refused(path: Path, *says: str) -> str:
-    """Loading fails with a CheckpointError that says all of `says`; returns the message."""
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(path)
-    for words in says:
-        assert words in str(caught.value)
-    return str(caught.value)
-
 
 # ---------------------------------------------------------------- what loads
 
@@ -565,195 +499,6 @@ def test_generation_config_reaches_the_checkpoint(directory: Path) -> None:
     assert load_checkpoint(directory).generation == GenerationDefaults(temperature=1.0, top_p=0.7)
     write_json(directory / "generation_config.json", {"do_sample": True, "top_p": 7})
     refused(directory, str(directory / "generation_config.json"), "'top_p'")
-
-
-# ---------------------------------------------------------------- finding a model
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    return
-
-
-def test_bundled_model_or_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "BUNDLED", tmp_path / "bundled")
-    with pytest.raises(CheckpointError, match="the bundled model is not installed"):
-        hub.find_model(None)
-    shutil.copytree(FIXTURE, tmp_path / "bundled")
-    assert load_checkpoint(None).name == "bundled"
-    with pytest.raises(CheckpointError, match="revision 'main' applies to a repository id"):
-        load_checkpoint(None, revision="main")
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("no-such-model", "no such directory, and not a repository id"),
-        ("./a/b", "no such directory, and not a repository id"),
-        ("/a/b", "no such directory, and not a repository id"),
-        ("a/b/c", "no such directory, and not a repository id"),
-        ("", "expected a model directory|not a repository id|config.json: missing"),
-        (Path("owner/name"), "no such directory, and not a repository id"),
-        ("x" * 5000, "not a usable path"),
-        ("a\0b", "not a usable path|not a repository id"),
-        (str(FIXTURE / "config.json"), "expected a model directory, found a file"),
-    ],
-)
-def test_sources_that_are_no_model(source: str | Path, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says):
-        load_checkpoint(source)
-
-
-def test_a_directory_has_no_revision(directory: Path) -> None:
-    with pytest.raises(CheckpointError, match="revision 'main' applies to a repository id"):
-        load_checkpoint(directory, revision="main")
-
-
-def hub_cache(root: Path, repo_id: str, commit: str, ref: str | None) -> Path:
-    """huggingface_hub's own cache layout, holding the fixture."""
-    repo = root / ("models--" + repo_id.replace("/", "--"))
-    snapshot = repo / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(FIXTURE / name, snapshot / name)
-    if ref is not None:
-        (repo / "refs").mkdir()
-        (repo / "refs" / ref).write_text(commit)
-    return snapshot
-
-
-@pytest.mark.usefixtures("offline")
-def test_repository_at_its_pinned_revision(tmp_path: Path) -> None:
-    repo_id, commit = next(iter(hub.PINNED_REVISIONS.items()))
-    snapshot = hub_cache(tmp_path, repo_id, commit, ref=None)
-    found = hub.find_model(repo_id, cache_dir=tmp_path)
-    assert (found.name, found.path.resolve()) == (repo_id, snapshot.resolve())
-    assert load_checkpoint(found.path).parameter_count > 0
-
-
-@pytest.mark.usefixtures("offline")
-def test_other_repositories_take_main_and_say_which_commit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    hub_cache(tmp_path, "someone/looped", commit, ref="main")
-    with caplog.at_level(logging.INFO, logger="rlt_jax.models.hub"):
-        assert hub.find_model("someone/looped", cache_dir=tmp_path).path.name == commit
-    assert f"revision main is commit {commit}" in caplog.text
-
-
-@pytest.mark.usefixtures("offline")
-def test_no_network_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"at revision 'v2' could not be downloaded: .*Connect to the network, or"
-    ):
-        hub.find_model("someone/looped", revision="v2", cache_dir=tmp_path)
-
-
-def test_pinned_revisions_are_commits() -> None:
-    assert all(re.fullmatch("[0-9a-f]{40}", commit) for commit in hub.PINNED_REVISIONS.values())
-
-
-# ---------------------------------------------------------------- saving
-
-
-def random_params(model: Any, dtype: Any, seed: int = 0) -> Any:
-    """Random bits, so that a round trip that rounds, reorders or swaps anything shows."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(source: TensorSource) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(source.shape, np.float32)).astype(dtype)
-
-    return jax.tree.map(leaf, model.sources())
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return all(
-        x.dtype == y.dtype and np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 60_000])
-def test_round_trip_is_bit_exact(tmp_path: Path, dtype: str, shard_bytes: int) -> None:
-    config = json.loads((FIXTURE / "config.json").read_text())
-    model = model_from_config(config)
-    params = random_params(model, dtype)
-    generation = {"do_sample": True, "temperature": 0.5}
-    save_checkpoint(
-        tmp_path / "out",
-        model,
-        params,
-        tokenizer_json=tokenizer_json(),
-        config=config,
-        generation_config=generation,
-        shard_bytes=shard_bytes,
-    )
-    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
-    assert (files == ["model.safetensors"]) == (shard_bytes > 1_000_000)
-    loaded = load_checkpoint(tmp_path / "out", dtype=dtype)
-    assert same_bits(loaded.params, params)
-    assert loaded.generation.temperature == 0.5
-    assert loaded.tokenizer is not None
-    assert loaded.model == model
-    if shard_bytes < 1_000_000:
-        sizes = [sum(t.nbytes for t in load_file(tmp_path / "out" / f).values()) for f in files]
-        assert max(sizes) <= max(shard_bytes, VOCAB * 64 * params.head.dtype.itemsize)
-
-
-def test_saved_files_are_read_by_safetensors_with_the_published_names(tmp_path: Path) -> None:
-    config = json.loads((FIXTURE / "config.json").read_text())
-    loaded = load_checkpoint(FIXTURE, dtype="float32")
-    save_checkpoint(tmp_path, loaded.model, loaded.params, tokenizer_json=None, config=config)
-    ours, original = load_file(tmp_path / "model.safetensors"), load_file(FIXTURE / "model.safetensors")
-    assert ours.keys() == original.keys()
-    for name, tensor in original.items():
-        np.testing.assert_array_equal(ours[name], tensor)
-    assert json.loads((tmp_path / "config.json").read_text()) == config
-
-
-def test_saving_again_leaves_nothing_of_the_other_layout(tmp_path: Path) -> None:
-    config = json.loads((FIXTURE / "config.json").read_text())
-    model = model_from_config(config)
-    for seed, shard_bytes in enumerate([50_000, 5_000_000, 90_000]):
-        params = random_params(model, "float32", seed)
-        text = tokenizer_json() if seed == 0 else None
-        save_checkpoint(tmp_path, model, params, tokenizer_json=text, config=config, shard_bytes=shard_bytes)
-        loaded = load_checkpoint(tmp_path, dtype="float32")
-        assert same_bits(loaded.params, params)
-        assert (loaded.tokenizer is None) == (seed > 0)
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_saving_what_does_not_fit(tmp_path: Path) -> None:
-    config = json.loads((FIXTURE / "config.json").read_text())
-    model = model_from_config(config)
-    params = random_params(model, "float32")
-
-    def save(path: Path = tmp_path / "out", **changes: Any) -> None:
-        arguments = {"tokenizer_json": None, "config": config} | changes
-        save_checkpoint(path, model, arguments.pop("params", params), **arguments)
-
-    with pytest.raises(CheckpointError, match="config given describes another model"):
-        save(config=config | {"rms_norm_eps": 1e-5})
-    with pytest.raises(CheckpointError, match="are not the parameter tree of model_type 'ouro'"):
-        save(params={"head": params.head})
-    with pytest.raises(CheckpointError, match=r"embed_tokens.weight must have shape \[256, 64\].* found \[64, 256\]"):
-        save(params=jax.tree.map(lambda x: x.T if x.shape == (256, 64) else x, params))
-    with pytest.raises(CheckpointError, match=r"found \[.*\] int32"):
-        save(params=jax.tree.map(lambda x: x.astype(jnp.int32), params))
-    with pytest.raises(CheckpointError, match="shard_bytes must be >= 1"):
-        save(shard_bytes=0)
-    with pytest.raises(CheckpointError, match="'top_p'"):
-        save(generation_config={"top_p": 3})
-    assert not (tmp_path / "out").exists(), "a refused save must write nothing"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save(path=tmp_path / "file")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        save(path=Path(os.devnull) / "below")
 
 
 # ---------------------------------------------------------------- memory
