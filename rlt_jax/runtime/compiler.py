@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rlt_jax.models.spec import Params
-from rlt_jax.runtime.programs import Programs
+from rlt_jax.runtime.programs import Programs, begin_words
 from rlt_jax.runtime.slots import bind_words
 
 _COMPILE_STACK_BYTES = 64 << 20  # XLA's compiler recurses deeper than a thread's default stack
@@ -23,17 +23,25 @@ def prefill_buckets(prefill_chunk: int) -> tuple[int, ...]:
     return (*below, prefill_chunk)
 
 
+# Everything that the two large programs launch, so that each run of one is a single CUDA graph: a launch from the host
+# costs more than most of their kernels run, and a loop or condition left outside makes the host read a predicate back.
+_CAPTURED = "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
+
+
 def compiler_options(program: str, platform: str) -> dict[str, Any]:
     """XLA options of one program.  An unknown name raises at compile time, so they are per platform."""
     if platform != "gpu":
         return {}
-    if program.startswith("prefill"):
-        # a graph would have to be updated for every chunk's own argument; kernels are long enough to launch one by one
+    if program != "decode" and not program.startswith("prefill"):
+        # a few kernels on arguments of their own: updating a graph for each call would cost more than it saves
         return {"xla_gpu_enable_command_buffer": ""}
-    # the whole round, loop and conditions included, becomes one CUDA graph: without WHILE and CONDITIONAL the host
-    # reads each predicate back and launches every tick's kernels itself (docs/performance.md has the figures)
-    captured = "FUSION,CUSTOM_CALL,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-    return {"xla_gpu_graph_min_graph_size": 1, "xla_gpu_enable_command_buffer": captured}
+    return {
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_gpu_enable_command_buffer": _CAPTURED,
+        # CUB's sort (sampling with filters) cannot be captured, and then neither can the condition that it stands in,
+        # nor the loop around that; docs/performance.md has what one kernel cost
+        "xla_gpu_enable_cub_radix_sort": False,
+    }
 
 
 def lower_programs(
@@ -42,7 +50,7 @@ def lower_programs(
     """Lower every program for the given sharding.  `params` may be arrays or ShapeDtypeStructs.
 
     Returns:
-        name -> jax.stages.Lowered: make_state, bind, begin, decode, report and one prefill_<bucket> each.
+        name -> jax.stages.Lowered: make_state, begin, bind, decode, report and one prefill_<bucket> each.
     """
 
     def struct(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -56,21 +64,22 @@ def lower_programs(
     words = argument(bind_words(programs.max_context, programs.pages_per_slot))
 
     def lower(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
-        return jax.jit(function, donate_argnums=donate).lower(*args)
+        # an argument that is donated but not read would be dropped, and its result given a new address every time
+        return jax.jit(function, donate_argnums=donate, keep_unused=True).lower(*args)
 
     lowered = {
         "make_state": jax.jit(programs.make_state, out_shardings=sharding).lower(),
+        "begin": lower(programs.begin, slots, round_, argument(begin_words(programs.slots)), donate=(0, 1)),
         "bind": lower(programs.bind, slots, words, donate=(0,)),
-        "begin": lower(programs.begin, slots, round_, argument(2 + programs.slots), donate=(0, 1)),
         "decode": lower(programs.decode, weights, kv, slots, round_, donate=(1, 2, 3)),
         "report": lower(programs.report, slots, round_),
     }
     for bucket in buckets:
 
-        def prefill(params: Any, kv: Any, slots: Any, chunk: Any, bucket: int = bucket) -> Any:
-            return programs.prefill(params, kv, slots, chunk, bucket=bucket)
+        def prefill(params: Any, kv: Any, slots: Any, round_: Any, bucket: int = bucket) -> Any:
+            return programs.prefill(params, kv, slots, round_, bucket=bucket)
 
-        lowered[f"prefill_{bucket}"] = lower(prefill, weights, kv, slots, argument(4), donate=(1, 2))
+        lowered[f"prefill_{bucket}"] = lower(prefill, weights, kv, slots, round_, donate=(1, 2, 3))
     return lowered
 
 

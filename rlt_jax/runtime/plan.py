@@ -9,6 +9,7 @@ import numpy as np
 
 from rlt_jax.request import FinishReason, Request
 
+MAX_CHUNKS = 4  # prompt chunks of one round at most; see Scheduler._plan_chunks
 NO_TOKEN = -1  # in events and stop ids: an id no vocabulary has
 
 
@@ -42,7 +43,7 @@ class PrefillChunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundPlan:
-    """One round, in dispatch order: releases, binds, at most one chunk per prompt, then up to `ticks` ticks.
+    """One round, in dispatch order: releases, binds, chunks (at most one per prompt), then up to `ticks` ticks.
 
     `owners` is the slot -> request binding that the round's events are applied through: a slot bound anew later, or a
     request that reuses an id, is never touched by an older round.

@@ -1,8 +1,8 @@
 """The device programs: pure functions over (params, kv, slots, round), compiled once at start, with donated state.
 
-    bind      put one request into its slot
-    prefill   one chunk of one prompt through all its loops (one program per chunk bucket)
     begin     free the slots of cancelled requests, set the round's plan, clear its events
+    bind      put one request into its slot
+    prefill   the round's next chunk of one prompt through all its loops (one program per chunk bucket)
     decode    up to N ticks; N is a traced scalar
     report    pack the round's events for the host
 
@@ -11,9 +11,9 @@ A tick:   core pass over all slots, each at its own (position, depth), writing a
 Nothing is read by the host inside a round.  Decode rows and chunk rows never share a matmul: the row count of a product
 may change its rounding, and a request's bits must not depend on its neighbours.
 
-`decode` takes and returns donated state alone, so that every buffer it touches keeps its address from round to round
-and its CUDA graph need not be updated.  That is why the plan goes in and the events come out through two tiny programs
-of their own.
+`prefill` and `decode` take and return donated state alone, so that every buffer they touch keeps its address from round
+to round and their CUDA graphs need not be updated.  That is why the plan, chunks included, goes in and the events come
+out through two tiny programs of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pool import KVPool, empty_pool, write_rows
 from rlt_jax.models.spec import Attend, LoopedModel, Params
 from rlt_jax.ops.paged_attention.api import paged_attention
-from rlt_jax.runtime.plan import NO_TOKEN, Finish
+from rlt_jax.runtime.plan import MAX_CHUNKS, NO_TOKEN, Finish
 from rlt_jax.runtime.slots import Phase, SlotState, apply_bind, empty_slots
 from rlt_jax.sampling import sample
 
@@ -76,7 +76,14 @@ class RoundState:
 
     ticks: Any  # [] i32, ticks to run at most, <= max_ticks
     end_early: Any  # [] i32, 1: end as soon as a slot finishes, because requests wait
+    chunks: Any  # [MAX_CHUNKS, 4] i32: slot, start, count, last (0 or 1) of each chunk, in the order they run
+    next_chunk: Any  # [] i32, chunks that have run
     events: Events
+
+
+def begin_words(slots: int) -> int:
+    """Length of the packed plan that `Programs.begin` takes: ticks, end_early, a flag per slot to free, the chunks."""
+    return 2 + slots + 4 * MAX_CHUNKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,35 +107,47 @@ class Programs:
         hidden = self.model.spec.hidden_size
         slots = empty_slots(self.slots, self.max_context, self.pages_per_slot, hidden, self.dtype)
         events = Events.empty(self.max_ticks, self.slots)
-        return kv, slots, RoundState(ticks=jnp.int32(0), end_early=jnp.int32(0), events=events)
-
-    def bind(self, slots: SlotState, words: jax.Array) -> SlotState:
-        """DONATES slots."""
-        return apply_bind(slots, words)
+        round_ = RoundState(
+            ticks=jnp.int32(0),
+            end_early=jnp.int32(0),
+            chunks=jnp.zeros((MAX_CHUNKS, 4), jnp.int32),
+            next_chunk=jnp.int32(0),
+            events=events,
+        )
+        return kv, slots, round_
 
     def begin(self, slots: SlotState, round_: RoundState, words: jax.Array) -> tuple[SlotState, RoundState]:
         """Start a round.  DONATES slots and round_.
 
-        `words` is [2 + S] i32: ticks, end_early, and 1 for each slot to free: those compute nothing from here on.
+        `words` is [begin_words(S)] i32: ticks, end_early, 1 for each slot to free (those compute nothing from here on),
+        and the chunks, row by row.
         """
-        freed = words[2:] != 0
+        freed = words[2 : 2 + self.slots] != 0
         slots = dataclasses.replace(slots, phase=jnp.where(freed, Phase.FREE, slots.phase).astype(jnp.int32))
-        events = Events.empty(self.max_ticks, self.slots)
-        return slots, RoundState(ticks=words[0], end_early=words[1], events=events)
+        return slots, RoundState(
+            ticks=words[0],
+            end_early=words[1],
+            chunks=words[2 + self.slots :].reshape(MAX_CHUNKS, 4),
+            next_chunk=jnp.int32(0),
+            events=Events.empty(self.max_ticks, self.slots),
+        )
+
+    def bind(self, slots: SlotState, words: jax.Array) -> SlotState:
+        """DONATES slots."""
+        return apply_bind(slots, words)
 
     def report(self, slots: SlotState, round_: RoundState) -> jax.Array:
         """The round's packed Events.  Donates nothing."""
         return round_.events.pack(slots)
 
     def prefill(
-        self, params: Params, kv: KVPool, slots: SlotState, chunk: jax.Array, *, bucket: int
-    ) -> tuple[KVPool, SlotState]:
-        """Run prompt positions [start, start + count) of one slot through all its prefill loops.
+        self, params: Params, kv: KVPool, slots: SlotState, round_: RoundState, *, bucket: int
+    ) -> tuple[KVPool, SlotState, RoundState]:
+        """Run the round's next chunk, count <= bucket positions of one slot's prompt, through all its prefill loops.
 
-        DONATES kv and slots.  `chunk` is [4] i32: slot, start, count <= bucket, last (0 or 1).  After the last chunk
-        the slot is in READOUT at the last prompt position.
+        DONATES kv, slots and round_.  After a prompt's last chunk the slot is in READOUT at its last position.
         """
-        slot, start, count, last = chunk[0], chunk[1], chunk[2], chunk[3]
+        slot, start, count, last = lax.dynamic_index_in_dim(round_.chunks, round_.next_chunk, keepdims=False)
         index = jnp.arange(bucket, dtype=jnp.int32)
         valid = index < count
         position = start + index
@@ -165,13 +184,14 @@ class Programs:
         def put(rows: jax.Array, value: Any) -> jax.Array:
             return rows.at[slot].set(jnp.asarray(value, rows.dtype))
 
-        return kv, dataclasses.replace(
+        slots = dataclasses.replace(
             slots,
             phase=put(slots.phase, jnp.where(last != 0, Phase.READOUT, Phase.FREE)),
             position=put(slots.position, start + count - 1),
             depth=put(slots.depth, loops),
             hidden=put(slots.hidden, final),
         )
+        return kv, slots, dataclasses.replace(round_, next_chunk=round_.next_chunk + 1)
 
     def decode(
         self, params: Params, kv: KVPool, slots: SlotState, round_: RoundState

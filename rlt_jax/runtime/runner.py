@@ -28,7 +28,7 @@ from rlt_jax.ops.selection import Requirement
 from rlt_jax.runtime.compiler import compile_programs, prefill_buckets
 from rlt_jax.runtime.memory import MemoryPlan, host_available_bytes, plan_memory
 from rlt_jax.runtime.plan import PrefillChunk, RoundEvents, RoundPlan, SlotBind
-from rlt_jax.runtime.programs import Programs
+from rlt_jax.runtime.programs import Programs, begin_words
 from rlt_jax.runtime.slots import MAX_GIVEN_DEPTH, pack_bind
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class _InFlight:
 class _Staged:
     """A plan as device arrays: all that its programs take besides the runner's own state."""
 
-    binds: list[jax.Array]
-    chunks: list[tuple[str, jax.Array]]  # program and argument
     begin: jax.Array
+    binds: list[jax.Array]
+    chunks: list[str]  # the program of each chunk; the chunks themselves are in `begin`
 
 
 class Runner:
@@ -164,28 +164,25 @@ class Runner:
 
     def _stage(self, plan: RoundPlan) -> _Staged:
         """Bring a plan to the device; starts no program."""
-        # binds come after the releases of the same plan, and begin would free a slot that was just bound anew
-        rebound = {bind.slot for bind in plan.binds}
-        words = np.zeros(2 + self._programs.slots, np.int32)
+        slots = self._programs.slots
+        words = np.zeros(begin_words(slots), np.int32)
         words[:2] = plan.ticks, plan.end_early
-        words[[2 + slot for slot in plan.releases if slot not in rebound]] = 1
+        words[[2 + slot for slot in plan.releases]] = 1
+        for i, c in enumerate(plan.chunks):
+            words[2 + slots + 4 * i :][:4] = c.slot, c.start, c.count, c.last
         return _Staged(
-            binds=[self._put(self._pack(bind)) for bind in plan.binds],
-            chunks=[
-                (f"prefill_{self._bucket(c)}", self._put(np.array([c.slot, c.start, c.count, c.last], np.int32)))
-                for c in plan.chunks
-            ],
             begin=self._put(words),
+            binds=[self._put(self._pack(bind)) for bind in plan.binds],
+            chunks=[f"prefill_{self._bucket(c)}" for c in plan.chunks],
         )
 
     def _launch(self, staged: _Staged) -> jax.Array:
         """Start a round's programs, in order; the packed events that it will have."""
+        self._slots, self._round = self._run("begin", self._slots, self._round, staged.begin)
         for words in staged.binds:
             self._slots = self._run("bind", self._slots, words)
-        for name, where in staged.chunks:
-            self._kv, self._slots = self._run(name, self._params, self._kv, self._slots, where)
-        self._slots, self._round = self._run("begin", self._slots, self._round, staged.begin)
-        self._kv, self._slots, self._round = self._run("decode", self._params, self._kv, self._slots, self._round)
+        for program in (*staged.chunks, "decode"):
+            self._kv, self._slots, self._round = self._run(program, self._params, self._kv, self._slots, self._round)
         packed = self._run("report", self._slots, self._round)
         with jax.transfer_guard_device_to_host("allow"):  # meant: the round's one transfer, started early
             packed.copy_to_host_async()

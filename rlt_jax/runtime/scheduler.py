@@ -15,7 +15,7 @@ from rlt_jax.errors import CorruptState, InvalidRequest, QueueFull
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
 from rlt_jax.request import FinishReason, Request
-from rlt_jax.runtime.plan import NO_TOKEN, Delivery, Finish, PrefillChunk, RoundEvents, RoundPlan, SlotBind
+from rlt_jax.runtime.plan import MAX_CHUNKS, NO_TOKEN, Delivery, Finish, PrefillChunk, RoundEvents, RoundPlan, SlotBind
 from rlt_jax.runtime.policy import admission_order, prefill_order
 
 _FINISH_REASONS = {Finish.NONE: None, Finish.STOP: FinishReason.STOP, Finish.LENGTH: FinishReason.LENGTH}
@@ -111,7 +111,7 @@ class Scheduler:
     def end(self, request: Request) -> bool:
         """Finish a live request from the host's side (abort, stop string); False if it is not live.
 
-        Slot and pages are free at once: the next plan releases the slot before anything else runs on the device.
+        Slot and pages are free at once: the next plan's releases come before anything else that it starts.
         """
         if not self.is_live(request):
             return False
@@ -169,20 +169,20 @@ class Scheduler:
         return tuple(binds)
 
     def _plan_chunks(self) -> tuple[PrefillChunk, ...]:
-        """At most one chunk per prompt, in the policy's order, within a budget of one full chunk of tokens.
+        """At most one chunk per prompt and MAX_CHUNKS in all, in the policy's order.
 
-        The budget decides when a chunk runs, never how long it is: boundaries are multiples of prefill_chunk.
+        A slot whose prompt waits is as idle as one without a request, and a tick costs nearly the same for few rows as
+        for many: with one chunk a round, prompts arrived more slowly than short answers ended, and half the rows of
+        128 slots stood empty.  More than a few would make running streams wait for everybody's prompt.
+
+        A round's load decides when a chunk runs, never how long it is: boundaries are multiples of prefill_chunk.
         """
         chunks: list[PrefillChunk] = []
-        budget = self._limits.prefill_chunk
         prefilling = [p.request for p in self._slots.values() if p.stage is Stage.PREFILL]
-        for request in prefill_order(prefilling):
+        for request in prefill_order(prefilling)[:MAX_CHUNKS]:
             progress = self._live[request.request_id]
             prompt = len(request.prompt_token_ids)
             count = min(self._limits.prefill_chunk, prompt - progress.planned_prompt)
-            if count > budget:
-                break
-            budget -= count
             start = progress.planned_prompt
             progress.planned_prompt += count
             last = progress.planned_prompt == prompt

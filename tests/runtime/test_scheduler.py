@@ -21,7 +21,7 @@ from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
 from rlt_jax.request import FinishReason, Request, ResolvedParams
 from rlt_jax.runtime import scheduler as module
-from rlt_jax.runtime.plan import RoundEvents, RoundPlan
+from rlt_jax.runtime.plan import MAX_CHUNKS, RoundEvents, RoundPlan
 from rlt_jax.runtime.scheduler import Scheduler, SchedulerLimits
 
 IN_FLIGHT = 2  # rounds dispatched before the oldest one's events are applied
@@ -181,7 +181,8 @@ class ServedByScheduler(RuleBasedStateMachine):
                 self.scheduler.is_live(r) is False or r in plan.owners.values()
                 for r in live[: live.index(bind.request)]
             ), "first come, first served"
-        assert sum(c.count for c in plan.chunks) <= self.chunk
+        assert len(plan.chunks) <= MAX_CHUNKS
+        assert all(c.count <= self.chunk for c in plan.chunks)
         self.in_flight.append((plan, self.device.run(plan, self.rng)))
 
     @precondition(lambda self: self.in_flight)
