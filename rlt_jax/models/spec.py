@@ -56,6 +56,7 @@ class ModelSpec:
     # "argmax" (of two readouts: coda and head after every loop)
     exit_threshold: float = 1.0  # the checkpoint's early_exit_threshold; >= 1 means full depth
     eos_token_ids: tuple[int, ...] = ()  # from config.json; the loader adds generation_config's and the tokenizer's
+    eos_tokens: tuple[str, ...] = ()  # special tokens that end a text too, where the tokenizer has them
 
     @property
     def num_layers(self) -> int:
@@ -116,6 +117,10 @@ class LoopedModel(abc.ABC):
     @abc.abstractmethod
     def sources(self) -> Params:
         """The parameter pytree with a TensorSource at each leaf: names and shapes in the checkpoint."""
+
+    def unused_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that a checkpoint may hold and that are not read (copies, tables), with their shapes."""
+        return {}
 
     @abc.abstractmethod
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
