@@ -210,4 +210,4 @@ def test_tables_say_what_the_code_says() -> None:
     policies = re.findall(r"^\| (?:exit policy)? ?\| `(\w+)` \|", rows, re.MULTILINE)
     assert set(policies) == set(POLICY_NAMES)
     assert all(f"`{alias}`" in README for alias in POLICY_ALIASES)
-    assert set(MODELS) == {"ouro", "nanbeige"}, "the README says which models are served"
+    assert set(MODELS) == {"huginn_raven", "ouro", "nanbeige"}, "the README says which models are served"

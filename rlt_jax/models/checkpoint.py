@@ -32,7 +32,7 @@ from rlt_jax.errors import CheckpointError, InvalidConfig
 from rlt_jax.models.generation_config import GenerationDefaults, read_generation_config
 from rlt_jax.models.hub import find_model
 from rlt_jax.models.json_file import read_object, read_optional_object
-from rlt_jax.models.registry import model_from_config
+from rlt_jax.models.registry import model_from_checkpoint
 from rlt_jax.models.spec import LoopedModel, Params, TensorSource
 from rlt_jax.models.tensor_files import DTYPES as FILE_DTYPES
 from rlt_jax.models.tensor_files import PlannedTensor, TensorStore, write_tensors, write_text
@@ -55,7 +55,8 @@ class LoadedCheckpoint:
         params: the model's parameter pytree, on the device.
         tokenizer: None where the directory has no tokenizer.json; then only token ids work.
         chat_template: None where the directory has none.
-        eos_token_ids: union of config.json's, generation_config.json's and the tokenizer's, in that order.
+        eos_token_ids: union of config.json's, generation_config.json's and the tokenizer's, in that order, and the ids
+            of the special tokens that the model's family stops at.
         generation: sampling defaults.
         dtype: "bfloat16" or "float32".
         parameter_count, parameter_bytes: of `params`.
@@ -101,7 +102,9 @@ def load_checkpoint(
         raise InvalidConfig(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     found = find_model(source, revision=revision)
     path = found.path
-    model = _read_model(path)
+    config = _read_config(path)
+    store = TensorStore.open(path)
+    model = _read_model(path, config, store)
     generation, generation_eos = read_generation_config(
         read_optional_object(path / "generation_config.json"), str(path / "generation_config.json")
     )
@@ -109,9 +112,8 @@ def load_checkpoint(
     tokenizer_config = read_optional_object(path / "tokenizer_config.json") or {}
     chat_template = ChatTemplate.from_directory(path, tokenizer_config)
     eos = _eos_ids(path, model, generation_eos, tokenizer, tokenizer_config)
-    store = TensorStore.open(path)
     sources = model.sources()
-    store.check(_tensor_shapes(sources))
+    store.check(_tensor_shapes(sources), model.unused_tensors())
 
     def place(array: np.ndarray) -> jax.Array:
         # The buffer is ours alone and never written again, so the CPU backend may keep it instead of copying it.
@@ -199,7 +201,10 @@ def save_checkpoint(
     path = Path(path)
     if shard_bytes < 1:
         raise CheckpointError(f"shard_bytes must be >= 1, found {shard_bytes}")
-    if model_from_config(config) != model:
+    described = model_from_checkpoint(config, _tensor_shapes(model.sources()))
+    if described.spec.open_ended:  # the cap is the engine's setting, not the checkpoint's
+        described = described.with_max_loops(model.spec.max_loops)
+    if described != model:
         raise CheckpointError(f"{path}: the config given describes another model than the parameters'")
     read_generation_config(generation_config)
     tensors = _planned_tensors(path, model, params)
@@ -225,15 +230,19 @@ def save_checkpoint(
 # ---------------------------------------------------------------- loading, step by step
 
 
-def _read_model(path: Path) -> LoopedModel:
+def _read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.exists():
         raise CheckpointError(f"{file}: missing; a model directory needs config.json")
     config = read_object(file)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"{file}: field 'model_type' must be a string, found {config.get('model_type')!r:.80}")
+    return config
+
+
+def _read_model(path: Path, config: Mapping[str, Any], store: TensorStore) -> LoopedModel:
     try:
-        return model_from_config(config)
+        return model_from_checkpoint(config, store.entries)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -273,6 +282,9 @@ def _eos_ids(
                 "which tokenizer.json does not have"
             )
         by_file["tokenizer_config.json"] = (token_id,)
+    if tokenizer is not None:
+        found = map(tokenizer.token_to_id, model.spec.eos_tokens)
+        by_file["tokenizer.json"] = tuple(i for i in found if i is not None and i in tokenizer.special_token_ids)
     limit = model.spec.vocab_size
     for name, ids in by_file.items():
         for i in ids:

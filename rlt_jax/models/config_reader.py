@@ -57,16 +57,32 @@ class ConfigReader:
         self._config = config
         self._model_type = model_type
         self._seen = set(_INERT_EVERYWHERE)
+        self._prefix = ""  # of a section's fields in messages
 
     def _get(self, field: str, default: Any = _MISSING) -> Any:
         self._seen.add(field)
         value = self._config.get(field, default)
         if value is _MISSING:
-            raise CheckpointError(f"config.json: field '{field}' is missing (model_type '{self._model_type}' needs it)")
+            raise CheckpointError(
+                f"config.json: field '{self._prefix}{field}' is missing (model_type '{self._model_type}' needs it)"
+            )
         return default if value is None and default is not _MISSING else value
 
     def _bad(self, field: str, expected: str, found: Any) -> CheckpointError:
-        return CheckpointError(f"config.json: field '{field}' must be {expected}, found {_short(found)}")
+        return CheckpointError(f"config.json: field '{self._prefix}{field}' must be {expected}, found {_short(found)}")
+
+    def has(self, field: str) -> bool:
+        """Whether a field is there and not null."""
+        return self._get(field, None) is not None
+
+    def section(self, field: str) -> ConfigReader:
+        """A reader of the fields inside an object; absent and null are an empty one.  It needs its own `finish`."""
+        value = self._get(field, {})
+        if not isinstance(value, dict):
+            raise self._bad(field, "an object", value)
+        section = ConfigReader(value, self._model_type)
+        section._seen, section._prefix = set(), f"{self._prefix}{field}."
+        return section
 
     def positive_int(self, field: str, default: Any = _MISSING) -> int:
         value = self._get(field, default)
@@ -98,7 +114,7 @@ class ConfigReader:
 
     def token_ids(self, field: str) -> tuple[int, ...]:
         """An id, a list of ids, or null; the result is a tuple without repeats."""
-        return read_token_ids(self._get(field, None), f"config.json: field '{field}'")
+        return read_token_ids(self._get(field, None), f"config.json: field '{self._prefix}{field}'")
 
     def only(self, field: str, allowed: Sequence[Any], default: Any) -> Any:
         """A field of which we support certain values alone."""
@@ -112,6 +128,10 @@ class ConfigReader:
         if big % small:
             raise self._bad(small_field, f"a divisor of {big_field} ({big})", small)
 
+    def above(self, big_field: str, big: float, small_field: str, small: float) -> None:
+        if not big > small:
+            raise self._bad(big_field, f"above {small_field} ({small})", big)
+
     def even(self, field: str, value: int) -> None:
         if value % 2:
             raise self._bad(field, "even (rotary pairs)", value)
@@ -121,7 +141,7 @@ class ConfigReader:
         self._seen.update(fields)
 
     def finish(self) -> None:
-        unknown = sorted(set(self._config) - self._seen)
+        unknown = [self._prefix + field for field in sorted(set(self._config) - self._seen)]
         if unknown:
             raise CheckpointError(
                 f"config.json: unknown field(s) {', '.join(unknown)} for model_type '{self._model_type}'; "

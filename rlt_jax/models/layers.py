@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rlt_jax.models.spec import KV, Attend, ModelSpec, TensorSource
+
+Rotate = Callable[[jax.Array, jax.Array], jax.Array]  # x [..., heads, D], positions [...] -> x rotated
+Adjust = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # q [..., H D], k [..., K D] -> both
 
 
 def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -32,14 +40,44 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * weight
 
 
-def rope_half(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3's stretching of slow rotary frequencies; field names of a config's rope_scaling, positions excepted."""
+
+    factor: float  # > 0: wavelengths beyond original_max_positions / low_freq_factor are stretched by it
+    low_freq_factor: float
+    high_freq_factor: float  # > low_freq_factor: shorter wavelengths than with it stay, those between are mixed
+    original_max_positions: int  # of the model before it was stretched
+
+
+def rope_frequencies(half: int, theta: float, scaling: Llama3Scaling | None = None) -> jax.Array:
+    """Angle per position of each of the D/2 pairs, [half] float32."""
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)  # over the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return kept * frequency + (1 - kept) * (frequency / scaling.factor)
+
+
+def rope_half(x: jax.Array, positions: jax.Array, theta: float, scaling: Llama3Scaling | None = None) -> jax.Array:
     """Rotary embedding, half-split pairs (i, i + D/2).  x [..., heads, D], positions [...] int32."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency  # [..., 1, D/2]
+    angle = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(half, theta, scaling)  # [..., 1, D/2]
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def rope_pairs(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding, adjacent pairs (2i, 2i + 1), in float32.  x [..., heads, D], positions [...] int32."""
+    half = x.shape[-1] // 2
+    angle = positions.astype(jnp.float32)[..., None, None] * rope_frequencies(half, theta)  # [..., 1, D/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], half, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape).astype(x.dtype)
 
 
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -57,19 +95,27 @@ def self_attention(
     positions: jax.Array,
     kv: KV,
     attend: Attend,
+    *,
+    rotate: Rotate | None = None,
+    adjust: Adjust | None = None,
 ) -> tuple[jax.Array, KV]:
-    """Grouped-query attention without biases, half-split rotary: normed x [..., E] -> [..., E].
+    """Grouped-query attention: x [..., E] -> [..., E], without the norm before it.
 
     Args:
         qkv: [(H + 2K) D, E], q, k and v rows joined (`qkv_source`): one matmul instead of three.
         out: [E, H D]; H D need not be E.
         layer: number that `attend` knows the layer by.
+        rotate: rotary embedding; None is `rope_half` with the spec's theta.
+        adjust: what happens to q and k before they are split into heads (a bias, a norm); None is nothing.
     """
     q_end, k_end = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    parts = jnp.split(linear(x, qkv), (q_end, k_end), axis=-1)
-    q, k, v = (part.reshape(*x.shape[:-1], -1, spec.head_dim) for part in parts)
-    q, k = rope_half(q, positions, spec.rope_theta), rope_half(k, positions, spec.rope_theta)
-    kv, mixed = attend(kv, layer, q, k, v)
+    q, k, v = jnp.split(linear(x, qkv), (q_end, k_end), axis=-1)
+    if adjust is not None:
+        q, k = adjust(q, k)
+    q, k, v = (part.reshape(*x.shape[:-1], -1, spec.head_dim) for part in (q, k, v))
+    if rotate is None:
+        rotate = functools.partial(rope_half, theta=spec.rope_theta)
+    kv, mixed = attend(kv, layer, rotate(q, positions), rotate(k, positions), v)
     return linear(mixed.reshape(*x.shape[:-1], -1), out), kv
 
 

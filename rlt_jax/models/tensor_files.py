@@ -148,8 +148,10 @@ class TensorStore:
             )
         return store
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare with the model's tensors.
+    def check(
+        self, expected: Mapping[str, tuple[int, ...]], unused: Mapping[str, tuple[int, ...]] | None = None
+    ) -> None:
+        """Compare with the model's tensors: all of `expected` must be there, and none but those and `unused`.
 
         Raises:
             CheckpointError: tensors are missing, unexpected, or of another shape; the first few are named.
@@ -159,14 +161,15 @@ class TensorStore:
             raise CheckpointError(
                 f"{self.where}: {len(missing)} of {len(expected)} tensors are missing: {first_few(missing)}"
             )
-        unexpected = [name for name in self.entries if name not in expected]
+        known = {**expected, **(unused or {})}
+        unexpected = [name for name in self.entries if name not in known]
         if unexpected:
             raise CheckpointError(
                 f"{self.where}: {len(unexpected)} tensor(s) that the model does not have: {first_few(unexpected)}"
             )
-        for name, shape in expected.items():
-            entry = self.entries[name]
-            if entry.shape != shape:
+        for name, shape in known.items():
+            entry = self.entries.get(name)
+            if entry is not None and entry.shape != shape:
                 raise CheckpointError(
                     f"{entry.file}: tensor '{name}' must have shape {list(shape)}, found {list(entry.shape)}"
                 )

@@ -172,7 +172,7 @@ class Programs:
 
         x = self.model.embed(params, tokens)
         injected, kv = self.model.prelude(params, x, position, kv, attend_at(jnp.int32(0)))
-        state = self.model.initial_state(params, injected)
+        state = self.model.initial_state(params, injected, None)
 
         def loop(depth: jax.Array, carry: tuple[jax.Array, KVPool]) -> tuple[jax.Array, KVPool]:
             state, kv = carry
@@ -291,7 +291,7 @@ class Programs:
         enters = self._can_enter(slots)
         attend = self._slot_attend(slots, enters, jnp.zeros_like(slots.depth))
         injected, kv = self.model.prelude(params, self.model.embed(params, slots.token), slots.position, kv, attend)
-        state = self.model.initial_state(params, injected)
+        state = self.model.initial_state(params, injected, None)
         fresh = fresh_exit_state(self.slots)
         return kv, dataclasses.replace(
             slots,

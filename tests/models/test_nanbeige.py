@@ -109,7 +109,7 @@ def forward(model: LoopedModel, params: Any, ids: np.ndarray, loops: int | None 
     """States after each loop [U, ..., T, E], the last one's logits, and the KV of all loops."""
     where = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
     injected, kv = model.prelude(params, model.embed(params, jnp.asarray(ids)), where, [], dense)
-    state, states = model.initial_state(params, injected), []
+    state, states = model.initial_state(params, injected, None), []
     for _ in range(loops or model.spec.trained_loops):
         state, kv = model.core(params, state, injected, where, kv, dense)
         states.append(state)

@@ -65,7 +65,7 @@ def forward(model: LoopedModel, params, ids: np.ndarray, positions: np.ndarray, 
     where = jnp.asarray(positions, jnp.int32)
     kv: list = []
     embedded, kv = model.prelude(params, model.embed(params, jnp.asarray(ids)), where, kv, attend)
-    state, states = model.initial_state(params, embedded), []
+    state, states = model.initial_state(params, embedded, None), []
     for _ in range(model.spec.trained_loops):
         state, kv = model.core(params, state, embedded, where, kv, attend)
         states.append(state)
