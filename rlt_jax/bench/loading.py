@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -69,10 +70,11 @@ def load(model: str, dtype: str, folder: Path | None) -> tuple[dict[str, Any], d
         if facts is None:
             raise CheckpointError(f"{source}: the process that loaded ended with code {child.wait()} afterwards")
     in_host = result["parameter_bytes"] if facts["environment"]["platform"] == "cpu" else 0
-    growth = sampler.peak["anon"] - before["anon"]
+    peak = {kind: max(size, result[kind]) for kind, size in sampler.peak.items()}
+    growth = peak["anon"] - before["anon"]
     return {
         "op": "load",
-        "checkpoint": source,
+        "checkpoint": Path(source).name,
         "written": written,  # just now: then the file is in the page cache
         "dtype": dtype,
         "checkpoint_bytes": result["checkpoint_bytes"],
@@ -80,9 +82,9 @@ def load(model: str, dtype: str, folder: Path | None) -> tuple[dict[str, Any], d
         "seconds": result["seconds"],
         "gb_per_s": result["checkpoint_bytes"] / result["seconds"] / 1e9,
         "anon_before": before["anon"],
-        "anon_peak": sampler.peak["anon"],
+        "anon_peak": peak["anon"],
         "anon_after": result["anon"],
-        "shared_growth": sampler.peak["shared"] - before["shared"],
+        "shared_growth": peak["shared"] - before["shared"],
         "parameters_in_host_bytes": in_host,
         "ratio": (growth - in_host) / result["checkpoint_bytes"],
         "samples": sampler.count,
@@ -213,6 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     from rlt_jax.config import EngineConfig
     from rlt_jax.platform import first_device, reserve_memory
 
+    cli.log_to_stderr(logging.INFO)  # beside the bar on a terminal, and instead of it elsewhere
     reserve_memory(EngineConfig().memory_fraction)
     device = first_device()
     from rlt_jax.bench.environment import copy_tb_s, environment
