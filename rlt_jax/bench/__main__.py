@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return commands.add_parser(
-            name, parents=[common, *parents], help=text, description=text, formatter_class=_Help, allow_abbrev=False
+            name,
+            parents=[common, *parents],
+            help=text.split(".")[0],
+            description=textwrap.fill(text, 100),
+            formatter_class=_Help,
+            allow_abbrev=False,
         )
 
     tick = add("tick", "time of one tick beside its byte floor", served)
@@ -88,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     through.add_argument("--form", default="all", choices=("steady", "peer", "closed", "all"), help=forms)
     through.add_argument("--clients", type=_numbers, default=[1, 8], help="comma-separated counts of streams")
     through.add_argument("--prompt", type=_number, default=64, help="tokens in")
-    through.add_argument("--outputs", type=_numbers, default=[32], help="tokens out, at most 128 with a trace")
+    through.add_argument("--outputs", type=_numbers, default=[64], help="tokens out, at most 128 with a trace")
     depths = "fixed: every token at full depth; trace: the committed depths, mean 2.5"
     through.add_argument("--depth", default="both", choices=("fixed", "trace", "both"), help=depths)
     first = add("first-token", "latency of a lone prompt's first token", served)
