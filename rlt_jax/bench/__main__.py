@@ -3,9 +3,13 @@
     python -m rlt_jax.bench tick --model ouro-1.4b --slots 1,32,128 --context 512
     python -m rlt_jax.bench throughput --model ouro-1.4b --clients 1,32,128 --prompt 512 --outputs 64 --depth both
     python -m rlt_jax.bench first-token --model ouro-1.4b --prompt 1024
+    python -m rlt_jax.bench load --model ouro-1.4b --dtype bfloat16 --folder /tmp/ouro-1.4b
 
 One line for people per measurement; the last line of stdout is one JSON document.  An absolute time counts only on the
 GPU it names; random weights and tokens; fixed or given depths, so that the work is the same for everybody.
+
+A row that is no measurement (an empty window, a compile in it, other work than asked for) carries the reason in
+"invalid" and no rate; such a document, or an H200 that copies too slowly, has "valid": false and exit code 3.
 
 Models: ouro-1.4b, ouro-2.6b and tiny have real shapes and random weights; anything else is a checkpoint to load.
 `python -m rlt_jax.bench tick --help` and the like show each measurement's options.
@@ -17,14 +21,16 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlt_jax import cli
-from rlt_jax.config import DTYPES, KERNEL_CHOICES, KVLayoutKind
-from rlt_jax.errors import RltError
+from rlt_jax.config import DTYPES, KERNEL_CHOICES, EngineConfig, KVLayoutKind
+from rlt_jax.errors import InvalidConfig, RltError
 
+PROGRAM = "python -m rlt_jax.bench"
 SCHEMA_VERSION = 1
 LAYOUTS = tuple(kind.value for kind in KVLayoutKind)
 
@@ -46,61 +52,99 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
         return super()._get_help_string(action) if action.default is not None else action.help
 
 
+def _number(text: str) -> int:
+    values = _numbers(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one integer")
+    return values[0]
+
+
 def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--model", default="tiny", help="ouro-1.4b, ouro-2.6b, tiny (random weights), or a checkpoint")
     common.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of weights, activations and KV")
-    common.add_argument("--kernels", default="auto", choices=KERNEL_CHOICES, help="implementation of the ops on the KV")
-    common.add_argument("--page-size", type=int, help="positions per KV page (default: by platform)")
-    common.add_argument("--prefill-chunk", type=int, help="prompt positions per program (default: by platform)")
-    common.add_argument("--round-ticks", type=int, help="ticks per round at most (default: by slots)")
-    common.add_argument("--kv-layout", default="last_exited", choices=LAYOUTS, help="KV layout of the engine")
     common.add_argument("--out", type=Path, help="also write the JSON document to this file")
-    parser = argparse.ArgumentParser(prog="python -m rlt_jax.bench", description=__doc__, formatter_class=_Help)
+    served = argparse.ArgumentParser(add_help=False)
+    served.add_argument("--kernels", default="auto", choices=KERNEL_CHOICES, help="implementation of the ops on the KV")
+    served.add_argument("--page-size", type=_number, help="positions per KV page (default: by platform)")
+    served.add_argument("--prefill-chunk", type=_number, help="prompt positions per program (default: by platform)")
+    served.add_argument("--round-ticks", type=_number, help="ticks per round at most (default: by slots)")
+    served.add_argument("--kv-layout", default="last_exited", choices=LAYOUTS, help="KV layout of the engine")
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=_Help)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, parents=[common], help=text, description=text, formatter_class=_Help)
+    def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            parents=[common, *parents],
+            help=text.split(".")[0],
+            description=textwrap.fill(text, 100),
+            formatter_class=_Help,
+            allow_abbrev=False,
+        )
 
-    tick = add("tick", "time of one tick beside its byte floor")
+    tick = add("tick", "time of one tick beside its byte floor", served)
     tick.add_argument("--slots", type=_numbers, default=[1, 8], help="comma-separated slot counts")
     tick.add_argument("--context", type=_numbers, default=[64], help="comma-separated prompt lengths")
-    through = add("throughput", "output tokens per second")
+    through = add("throughput", "output tokens per second", served)
     forms = (
         "steady: C requests, from the last first token to the first finish; peer: C requests, decode only, drained; "
         "closed: 2C requests by C clients, prefill and drain included"
     )
     through.add_argument("--form", default="all", choices=("steady", "peer", "closed", "all"), help=forms)
     through.add_argument("--clients", type=_numbers, default=[1, 8], help="comma-separated counts of streams")
-    through.add_argument("--prompt", type=int, default=64, help="tokens in")
-    through.add_argument("--outputs", type=_numbers, default=[32], help="tokens out, at most 128 with a trace")
+    through.add_argument("--prompt", type=_number, default=64, help="tokens in")
+    through.add_argument("--outputs", type=_numbers, default=[64], help="tokens out, at most 128 with a trace")
     depths = "fixed: every token at full depth; trace: the committed depths, mean 2.5"
     through.add_argument("--depth", default="both", choices=("fixed", "trace", "both"), help=depths)
-    first = add("first-token", "latency of a lone prompt's first token")
+    first = add("first-token", "latency of a lone prompt's first token", served)
     first.add_argument("--prompt", type=_numbers, default=[64], help="comma-separated prompt lengths")
+    load = add(
+        "load",
+        "Load a full-size checkpoint in a fresh process: seconds, and the anonymous host memory it takes beside the "
+        "checkpoint's size (ratio). On a CPU the parameters themselves are anonymous host memory: they are subtracted, "
+        "and what is left is a lower bound of what loading needs in between; on a GPU the ratio means what it says.",
+    )
+    load.add_argument(
+        "--folder", type=Path, help="where the files of a random-weights model are, or are written if it is empty"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark; returns the exit code (3: the machine is not fit to measure on)."""
-    args = build_parser().parse_args(argv)
+    """Run one benchmark; returns the exit code (3: the machine or a row is no measurement)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(words)
     try:
-        return _measure(args, argv)
+        document = (_load if args.command == "load" else _measure)(args)
+        return _report(args, words, document)
     except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
-        cli.fail("python -m rlt_jax.bench", error)
+        cli.fail(PROGRAM, error)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
-def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
+class _Rows(list[dict[str, Any]]):
+    """Rows of the document; each is shown as it comes."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.append(row)
+        print("  ".join(f"{k}={_short(v)}" for k, v in row.items() if not isinstance(v, list)), flush=True)
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     from rlt_jax.platform import enable_compilation_cache, reserve_memory
 
-    reserve_memory(0.92)
+    reserve_memory(EngineConfig().memory_fraction)
     enable_compilation_cache()
-    from rlt_jax.bench import measure, workload
-    from rlt_jax.bench.environment import VALID_COPY_TB_S, copy_tb_s, environment, source_hash
+    from rlt_jax.bench import measure, throughput, workload
+    from rlt_jax.bench.environment import copy_tb_s, environment
 
+    trace = workload.read_trace()
+    longest = len(trace[0])
+    if args.command == "throughput" and args.depth != "fixed" and max(args.outputs) > longest:
+        raise InvalidConfig(f"--outputs: the trace has {longest} depths a request, found {max(args.outputs)}")
     env, bandwidth = environment(), copy_tb_s()
     loaded = workload.load(args.model, args.dtype)
     settings: dict[str, Any] = {
@@ -110,51 +154,86 @@ def _measure(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
         "round_ticks": args.round_ticks,
         "kv_layout": KVLayoutKind(args.kv_layout),
     }
-    rows: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print("  ".join(f"{k}={_short(v)}" for k, v in row.items() if not isinstance(v, list)), flush=True)
-
-    print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth * 1e3:.0f} GB/s")
+    rows = _Rows()
+    print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth * 1e3:.0f} GB/s", flush=True)
     if args.command == "tick":
         for slots in args.slots:
             for context in args.context:
-                add(measure.tick(loaded, slots, context, bandwidth, **settings))
+                rows.add(measure.tick(loaded, slots, context, bandwidth, **settings))
     elif args.command == "first-token":
         for prompt in args.prompt:
-            add(measure.first_token(loaded, prompt, **settings))
+            rows.add(measure.first_token(loaded, prompt, **settings))
     else:
-        trace = workload.read_trace()
-        choices: dict[str, list[Any]] = {"fixed": [None], "trace": [trace], "both": [None, trace]}
-        depths = choices[args.depth]
-        forms = ("steady", "peer", "closed") if args.form == "all" else (args.form,)
+        choices: dict[str, list[throughput.Trace]] = {"fixed": [None], "trace": [trace], "both": [None, trace]}
+        forms = throughput.FORMS if args.form == "all" else (args.form,)
         for clients in args.clients:
             engine = measure.make_engine(loaded, slots=clients, positions=args.prompt + max(args.outputs), **settings)
             measure.warm(engine, args.prompt, max(args.outputs))
+            prefill_ms = throughput.prefill_ms(engine, clients, args.prompt)
             for outputs in args.outputs:
-                for form in forms:
-                    for depth in depths:
-                        add(measure.throughput(engine, form, clients, args.prompt, outputs, depth))
+                for row in throughput.rows(
+                    engine,
+                    clients=clients,
+                    prompt=args.prompt,
+                    outputs=outputs,
+                    forms=forms,
+                    depths=choices[args.depth],
+                    prefill_ms=prefill_ms,
+                ):
+                    rows.add(row)
             engine.close()
-    valid = env["platform"] != "gpu" or "H200" not in env["device_kind"] or bandwidth >= VALID_COPY_TB_S
+    return {"environment": env, "model": loaded.name, "copy_tb_s": bandwidth, "rows": rows}
+
+
+def _load(args: argparse.Namespace) -> dict[str, Any]:
+    from rlt_jax.bench.loading import load
+
+    rows = _Rows()
+    row, facts = load(args.model, args.dtype, args.folder)
+    rows.add(row)
+    name = f"{args.model} (random weights)" if args.folder is not None else facts["name"]
+    return {"environment": facts["environment"], "model": name, "copy_tb_s": facts["copy_tb_s"], "rows": rows}
+
+
+def _report(args: argparse.Namespace, words: list[str], found: dict[str, Any]) -> int:
+    """Complete the document, write and print it; the exit code."""
+    from rlt_jax.bench.environment import VALID_COPY_TB_S, source_hash
+
+    reasons = []
+    if "H200" in found["environment"]["device_kind"] and found["copy_tb_s"] < VALID_COPY_TB_S:
+        reasons.append(f"this H200 copies at {found['copy_tb_s']:.2f} TB/s, below {VALID_COPY_TB_S}")
+    for row in found["rows"]:
+        if "invalid" in row:
+            names = ("form", "depth", "clients", "outputs", "slots", "context", "prompt")
+            what = ", ".join(f"{name} {row[name]}" for name in names if name in row)
+            reasons.append(f"{row['op']} ({what}): {row['invalid']}")
+    rows = found.pop("rows")
     document = {
         "schema_version": SCHEMA_VERSION,
-        "command": " ".join(["python -m rlt_jax.bench", *(argv if argv is not None else sys.argv[1:])]),
-        "environment": env,
-        "model": loaded.name,
-        "copy_tb_s": bandwidth,
+        "command": " ".join([PROGRAM, *_without_out(words)]),
+        **found,
         "source_hash": source_hash(),
-        "valid": valid and all(row["compiles_in_window"] == 0 for row in rows),
+        "valid": not reasons,
         "rows": rows,
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n")
-    if not valid:
-        print(f"INVALID: this H200 copies at {bandwidth:.2f} TB/s, below {VALID_COPY_TB_S}", file=sys.stderr)
+    for reason in reasons:
+        print(f"INVALID: {reason}", file=sys.stderr)
     print(json.dumps(document), flush=True)
-    return 0 if document["valid"] else 3
+    return 3 if reasons else 0
+
+
+def _without_out(words: Sequence[str]) -> list[str]:
+    """The command as given, less --out and its value: where a document lies is not part of what was measured."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word == "--out":
+            next(rest, None)
+        elif not word.startswith("--out="):
+            kept.append(word)
+    return kept
 
 
 def _short(value: Any) -> str:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ from rlt_jax.models.spec import LoopedModel, Params, TensorSource
 from rlt_jax.models.tensor_files import DTYPES as FILE_DTYPES
 from rlt_jax.models.tensor_files import PlannedTensor, TensorStore, write_tensors, write_text
 from rlt_jax.text import TextTokenizer
+
+log = logging.getLogger(__name__)
 
 __all__ = ["GenerationDefaults", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -92,7 +96,7 @@ def load_checkpoint(
         dtype: what the parameters are converted to: "bfloat16" or "float32".
         revision: branch, tag or commit of a repository id; None is the pinned one where this version knows the model.
         device: where the parameters go; None is jax's default device.
-        progress: show a progress bar on stderr.
+        progress: show a progress bar on stderr.  The log has a line before and after in any case.
 
     Raises:
         CheckpointError: the model cannot be found or its files are wrong; names file, tensor or field.
@@ -121,8 +125,13 @@ def load_checkpoint(
         return jax.device_put(array, device, may_alias=True).block_until_ready()
 
     leaves = jax.tree.leaves(sources)
+    size = sum(entry.end - entry.begin for entry in store.entries.values())
+    log.info("loading %s: %.2f GB as %s", found.name, size / 1e9, dtype)
+    began = time.perf_counter()
     with _progress_bar(found.name, store, leaves, enabled=progress) as advance:
         params = read_params(store, sources, _NUMPY_DTYPES[dtype], place, advance)
+    seconds = time.perf_counter() - began
+    log.info("loaded %s in %.1f s (%.2f GB/s)", found.name, seconds, size / seconds / 1e9)
     count = sum(math.prod(leaf.shape) for leaf in leaves)
     return LoadedCheckpoint(
         name=found.name,

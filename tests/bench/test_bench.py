@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from rlt_jax.bench import workload
-from rlt_jax.bench.__main__ import build_parser, main
+from rlt_jax.bench.__main__ import _report, build_parser, main
 from rlt_jax.bench.environment import source_hash
 from rlt_jax.models.registry import model_from_config
 from rlt_jax.models.spec import TensorSource
+from rlt_jax.runtime.engine import LLMEngine
 
 ROW = {"op", "slots", "context", "kv_layout", "milliseconds", "bytes", "floor_ms", "share_of_floor"}
 
@@ -37,22 +38,21 @@ def test_tick_ends_with_one_json_document(capsys):
         assert row["op"] == "tick"
         assert row["milliseconds"] > 0
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["milliseconds"])
-        assert row["compiles_in_window"] == 0
+        assert (row["compiles_in_window"], row["transfer_guard"]) == (0, "disallow")
 
 
-def test_throughput_does_the_same_work_in_every_form(capsys):
-    """Equal work first: the loops run are those of the trace, whatever the form."""
-    assert main(["throughput", "--clients", "3", "--prompt", "12", "--outputs", "9"]) == 0
-    rows = _document(capsys)["rows"]
-    assert [(r["form"], r["depth"]) for r in rows] == [
-        (form, depth) for form in ("steady", "peer", "closed") for depth in ("fixed", "trace")
-    ]
-    trace = workload.read_trace()
-    for row in rows:
-        requests = 6 if row["form"] == "closed" else 3
-        fixed, given = requests * 8 * 4, sum(sum(depths[1:9]) for depths in trace[:requests])
-        assert row["work_loops"] == (fixed if row["depth"] == "fixed" else given)
-        assert row["tokens_per_second"] > 0
+def test_slots_that_would_have_to_wait_for_pages_are_refused(monkeypatch, capsys):
+    full = LLMEngine.server_info
+
+    def short_of_one_page(engine):
+        info = full(engine)
+        return {**info, "memory_plan": {**info["memory_plan"], "useful_pages": info["memory_plan"]["pages"] + 1}}
+
+    monkeypatch.setattr(LLMEngine, "server_info", short_of_one_page)
+    with pytest.raises(SystemExit) as stop:
+        main(["tick", "--slots", "1", "--context", "24"])
+    assert stop.value.code == 2
+    assert "1 slots at 96 positions need 7 KV pages, 6 fit" in capsys.readouterr().err
 
 
 def test_first_token(capsys):
@@ -60,11 +60,32 @@ def test_first_token(capsys):
     (row,) = _document(capsys)["rows"]
     assert row["op"] == "first_token"
     assert len(row["all_ms"]) == 7
+    assert (row["compiles_in_window"], row["transfer_guard"]) == (0, "disallow")
+
+
+@pytest.mark.parametrize("out", [["--out", "{}"], ["--out={}"]])
+def test_the_recorded_command_does_not_say_where_the_document_lies(out, tmp_path, capsys):
+    file = tmp_path / "new" / "document.json"
+    words = [word.format(file) for word in out]
+    assert main(["first-token", *words, "--prompt", "20"]) == 0
+    document = _document(capsys)
+    assert document["command"] == "python -m rlt_jax.bench first-token --prompt 20"
+    assert json.loads(file.read_text()) == document
+
+
+@pytest.mark.parametrize(("copy", "code"), [(4.05, 3), (4.2, 0)])
+def test_an_h200_that_copies_too_slowly_is_not_measured_on(copy, code, capsys):
+    found = {"environment": {"device_kind": "NVIDIA H200"}, "model": "m", "copy_tb_s": copy, "rows": []}
+    assert _report(build_parser().parse_args(["tick"]), ["tick"], found) == code
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["valid"] == (code == 0)
+    assert ("INVALID: this H200 copies at 4.05 TB/s, below 4.1" in printed.err) == (code == 3)
 
 
 def test_committed_trace_is_the_described_one():
     trace = workload.read_trace()
     assert trace == workload.make_trace()
+    assert (len(trace), {len(row) for row in trace}) == (256, {128}), "2 x 128 requests of the closed form, 128 outputs"
     later = np.array([row[1:] for row in trace])
     assert {row[0] for row in trace} == {4}
     assert later.mean() == pytest.approx(2.5, abs=0.01)
@@ -89,8 +110,17 @@ def test_bytes_of_a_tick_at_real_size():
     assert workload.tick_bytes(loaded, 32 * 512, 32, 4) == expected
 
 
-@pytest.mark.parametrize("bad", [["--slots", "0"], ["--slots", "a"], ["--context", ""]])
-def test_bad_lists_are_refused(bad):
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["tick", "--slots", "0"],
+        ["tick", "--slots", "a"],
+        ["tick", "--context", ""],
+        ["tick", "--page-size", "8,16"],
+        ["throughput", "--prompt", "0"],
+    ],
+)
+def test_bad_numbers_are_refused(bad):
     with pytest.raises(SystemExit) as stop:
-        build_parser().parse_args(["tick", *bad])
+        build_parser().parse_args(bad)
     assert stop.value.code == 2

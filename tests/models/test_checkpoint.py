@@ -118,6 +118,16 @@ def test_progress_bar_goes_to_stderr(directory: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
+def test_the_log_has_a_line_before_and_after_for_those_without_a_terminal(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "rlt_jax"):
+        load_checkpoint(directory)
+    before, after = (record.getMessage() for record in caplog.records if record.name == "rlt_jax.models.checkpoint")
+    assert before.startswith("loading model: 0.00 GB as bfloat16")
+    assert after.startswith("loaded model in ")
+
+
 # Shapes as published for the two released sizes.
 def published_shapes(layers: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {

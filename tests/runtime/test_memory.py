@@ -7,12 +7,19 @@ device refuses it, and nothing is promised that somebody else already uses.
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlt_jax import EngineConfig, LLMEngine
 from rlt_jax.config import KVLayoutKind
 from rlt_jax.errors import InvalidConfig
 from rlt_jax.kvcache.layout import KVLayout
+from rlt_jax.runtime import runner
 from rlt_jax.runtime.memory import MAX_ARRAY_ELEMENTS, SLACK_BYTES, MemoryPlan, plan_memory
 
 GIB = 1 << 30
@@ -95,3 +102,61 @@ def test_the_plan_is_json_able() -> None:
     found = plan()
     assert found.as_dict() == {**dataclasses.asdict(found), "kv_bytes": found.kv_bytes}
     assert all(value is None or isinstance(value, str | int) for value in found.as_dict().values())
+
+
+# ---------------------------------------------------------------- what an engine makes of it
+
+
+ROOT = Path(__file__).parents[2]
+FIXTURE = ROOT / "tests" / "fixtures" / "ouro_tiny"
+
+
+def test_programs_that_need_more_scratch_than_assumed_leave_a_smaller_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is planned again from what the compiled programs say, and the plan tells what was made."""
+    most = 40  # pages that would fit beside no scratch at all
+
+    def with_a_limit(layout: KVLayout, **asked: Any) -> MemoryPlan:
+        limit = asked["used_bytes"] + SLACK_BYTES + most * layout.bytes_per_page
+        return plan_memory(layout, **{**asked, "device_limit_bytes": limit, "host_available_bytes": None})
+
+    monkeypatch.setattr(runner, "plan_memory", with_a_limit)
+    monkeypatch.setattr(runner, "ASSUMED_TEMP_BYTES", 0)
+    config = EngineConfig(dtype="float32", slots=8, page_size=16, max_context=512, prefill_chunk=64)
+    with LLMEngine(FIXTURE, config) as engine:
+        found = engine.server_info()["memory_plan"]
+        made = engine._runner._kv
+        assert found["source"] == "device_memory"
+        assert found["program_temp_bytes"] > 0
+        assert found["reserved_bytes"] == found["program_temp_bytes"] + SLACK_BYTES
+        assert found["pages"] == most - -(-found["program_temp_bytes"] // found["bytes_per_page"]) < most
+        assert found["kv_bytes"] == sum(array.nbytes for array in (*made.k, *made.v))
+        assert engine.stats()["pages_total"] == engine.stats()["pages_free"] == found["pages"]
+
+
+@pytest.mark.parametrize(("own", "share"), [(None, "0.500"), ("0.3", "0.3")])
+def test_the_share_of_the_device_is_set_before_jax_starts(own: str | None, share: str) -> None:
+    """Whatever is imported first; an operator's own setting wins.  The plan is in the log."""
+    program = f"""
+import logging, os, sys
+import jax
+import rlt_jax.bench.measure, rlt_jax.llm, server.__main__
+from jax._src import xla_bridge
+from rlt_jax import EngineConfig, LLMEngine
+from rlt_jax.runtime import engine
+
+first_device = engine.first_device
+def spy():
+    print(xla_bridge.backends_are_initialized(), os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
+    return first_device()
+engine.first_device = spy
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+LLMEngine({str(FIXTURE)!r}, EngineConfig(memory_fraction=0.5, slots=1, max_context=64)).close()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
+    environment |= {"JAX_PLATFORMS": "cpu"} | ({} if own is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": own})
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"False {share}" in done.stdout
+    assert "memory plan: {'source': 'host_default', 'pages': 4, " in done.stdout
