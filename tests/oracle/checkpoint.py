@@ -1,4 +1,4 @@
-"""Safetensors in forty lines: the oracle must not inherit a bug of the package's loader, nor a test's checkpoint of it."""
+"""Safetensors in forty lines: neither the oracle nor a test's checkpoint may inherit a bug of the package's loader."""
 
 from __future__ import annotations
 

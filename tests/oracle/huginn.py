@@ -93,7 +93,9 @@ class HuginnOracle:
         self.w = {name: np.asarray(value, dtype=dtype) for name, value in weights.items()}
         self.dtype = dtype
         if layout not in LAYOUTS or (layout == RING) != (planes is not None):
-            raise ValueError(f"layout must be one of {LAYOUTS}, with planes if and only if it is a ring: {layout=} {planes=}")
+            raise ValueError(
+                f"layout must be one of {LAYOUTS}, with planes if and only if it is a ring: {layout=} {planes=}"
+            )
         self.layout, self.planes = layout, planes or 1
         self.width, self.eps = c["n_embd"], c["norm_eps"]
         self.layers = {
@@ -244,7 +246,9 @@ class HuginnOracle:
         """
         prefill_loops = prefill_loops or policy.max_loops
         chunk = 1 if self.layout == SHARED else chunk or len(prompt)
-        memory = Memory(self, len(prompt) + outputs, max(prefill_loops, policy.max_loops, *policy.trace, *(depths or ())))
+        memory = Memory(
+            self, len(prompt) + outputs, max(prefill_loops, policy.max_loops, *policy.trace, *(depths or ()))
+        )
         for start in range(0, len(prompt), chunk):
             ids = prompt[start : start + chunk]
             injected = self._blocks(self._embed(ids), "prelude", start, memory)
@@ -267,7 +271,9 @@ class HuginnOracle:
                         readouts.append(self._readout(states[-1], position, memory)[0])
                     scores.append(exit_score(policy.name, states, readouts))
                     depth = len(scores)
-                    leaves = depth == depths[k] if depths is not None else wants_exit(policy, k, depth, scores[-1], None)[0]
+                    leaves = (
+                        depth == depths[k] if depths is not None else wants_exit(policy, k, depth, scores[-1], None)[0]
+                    )
                 logits = readouts[-1] if readouts else self._readout(states[-1], position, memory)[0]
                 memory.exit_depth[position] = depth
             token = int(tokens[k] if tokens is not None else choose(k, logits))
@@ -338,7 +344,10 @@ class Memory:
         for stage, layers in model.layers.items():
             versions = loops if stage == "core_block" else 1
             shape = (versions, layers, positions, model.kv_heads, model.head_dim)
-            self.keys[stage], self.values[stage] = np.full(shape, np.nan, model.dtype), np.full(shape, np.nan, model.dtype)
+            self.keys[stage], self.values[stage] = (
+                np.full(shape, np.nan, model.dtype),
+                np.full(shape, np.nan, model.dtype),
+            )
         self.exit_depth = np.zeros(positions, int)  # one-based; 0 until a position has left the loop
         self.layout, self.planes = model.layout, model.planes
 

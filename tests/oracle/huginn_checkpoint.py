@@ -2,8 +2,8 @@
 
 `HuginnShape` says the sizes (hashable, so that an engine can be kept per shape), `huginn_checkpoint(shape, seed)` gives
 the config and the float32 tensors, `shapes()` draws shapes for hypothesis.  The weights are scaled so that every part
-matters and nothing explodes: norms about 1, linears about 1 / sqrt(fan-in), an adapter that shrinks the state, so that
-the loop converges and convergence tests leave at mixed depths.
+matters and nothing explodes: norms about 1, linears about 1 / sqrt(fan-in), an adapter that shrinks the state enough
+for most loops to converge (at half a linear's scale many never do), so that convergence tests leave at mixed depths.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-HUGINN, LLAMA, OLMO2 = "huginn", "llama", "olmo2"
+from tests.oracle.huginn import HUGINN, LLAMA, OLMO2, HuginnOracle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HuginnShape:
-    """Sizes of a checkpoint.  The Huginn block has neither grouped heads (its q and k bias are one tensor) nor scaling."""
+    """Sizes of a checkpoint.  A Huginn block has no grouped heads (q and k bias are one tensor), no scaled rotary."""
 
     block: str = HUGINN
     prelude: int = 1
@@ -49,9 +49,9 @@ class HuginnShape:
 def shapes(draw: st.DrawFn, *, blocks: tuple[str, ...] = (HUGINN, LLAMA, OLMO2)) -> HuginnShape:
     """Every block, layer counts from one up, grouped heads, q widths that are not the model's, odd vocabularies."""
     block = draw(st.sampled_from(blocks))
-    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    kv_heads = draw(st.integers(2, 3) if block == HUGINN else st.integers(1, 3))
     heads = kv_heads * (1 if block == HUGINN else draw(st.sampled_from([1, 2, 3])))
-    head_dim = draw(st.sampled_from([4, 8, 16]))
+    head_dim = draw(st.sampled_from([8, 16]))
     return HuginnShape(
         block=block,
         prelude=draw(st.integers(1, 3)),
@@ -70,8 +70,24 @@ def shapes(draw: st.DrawFn, *, blocks: tuple[str, ...] = (HUGINN, LLAMA, OLMO2))
 
 
 def huginn_checkpoint(shape: HuginnShape, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(fields of config.json, tensors in float32); the same for the same arguments."""
+    """(fields of config.json, tensors in float32); the same for the same arguments.
+
+    About one draw in a hundred is chaotic (float32 loses three digits over the loops) or ignores its input; such
+    weights would test luck, so the next draw is taken.
+    """
     rng = np.random.default_rng(seed)
+    while True:
+        config, tensors = _draw(shape, rng)
+        tokens, loops = rng.integers(0, shape.vocab, 24), max(8, shape.loops)
+        exact, rounded = (
+            HuginnOracle(None, config=config, tensors=tensors, dtype=dtype).trajectory(tokens, loops).logits
+            for dtype in (np.float64, np.float32)
+        )
+        if np.abs(exact - rounded).max() < 5e-5 and len(set(exact[-1].argmax(axis=1))) > 2:
+            return config, tensors
+
+
+def _draw(shape: HuginnShape, rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     width, q_width, kv_width = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     tensors: dict[str, np.ndarray] = {}
 
@@ -100,7 +116,9 @@ def huginn_checkpoint(shape: HuginnShape, seed: int) -> tuple[dict[str, Any], di
             linear(f"{at}.mlp.fc", 2 * shape.intermediate, width)
             linear(f"{at}.mlp.proj", width, shape.intermediate)
     normal("transformer.adapter.weight", width, 2 * width, scale=width**-0.5)
-    tensors["transformer.adapter.weight"][:, :width] *= np.float32(0.5)  # the state's half
+    tensors["transformer.adapter.weight"][:, :width] *= np.float32(
+        0.35 if shape.block == HUGINN else 0.25
+    )  # the state's half
     norm("transformer.ln_f")
     if shape.tied:
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].copy()  # files hold both

@@ -181,7 +181,7 @@ def wants_exit(policy: Policy, output: int, r: int, score: float, pending: int |
     if policy.name == "fixed":
         return False, None
     if policy.name in ("latent", "kl"):  # 0 is full depth, also where rounding makes a divergence negative
-        return r >= policy.min_loops and 0 < policy.threshold and score < policy.threshold, None
+        return r >= policy.min_loops and policy.threshold > 0 and score < policy.threshold, None
     if policy.name == "argmax":
         return r >= policy.min_loops and score >= policy.threshold, None
     if policy.threshold >= 1:  # of a gate's probabilities
