@@ -436,22 +436,31 @@ class TestOLMo2Block:
 
 class TestRandomCheckpoints:
     @given(shape=shapes(), seed=st.integers(0, 2**32 - 1))
-    def test_are_well_conditioned(self, shape: HuginnShape, seed: int) -> None:
-        """The variant is told by names, float32 stays near float64, every state and logit is of an ordinary size."""
+    def test_of_any_shape_stay_in_bounds(self, shape: HuginnShape, seed: int) -> None:
+        """The variant is told by names; states and logits are of an ordinary size and depend on the input."""
         config, tensors = huginn_checkpoint(shape, seed)
-        tokens = np.random.default_rng(seed).integers(0, shape.vocab, 12)
-        exact, rounded = (
-            HuginnOracle(None, config=config, tensors=tensors, dtype=dtype).trajectory(tokens, 8)
-            for dtype in (np.float64, np.float32)
-        )
-        assert HuginnOracle(None, config=config, tensors=tensors).block == shape.block
-        moved = np.abs(rounded.logits - exact.logits).max(axis=(0, 2))  # by position; one in 10,000 is past 2e-4
-        assert np.median(moved) < 1e-4
-        size = np.sqrt(np.mean(exact.states[1:] ** 2, axis=-1))
+        oracle = HuginnOracle(None, config=config, tensors=tensors)
+        assert oracle.block == shape.block
+        seen = oracle.trajectory(np.random.default_rng(seed).integers(0, shape.vocab, 12), 8)
+        size = np.sqrt(np.mean(seen.states[1:] ** 2, axis=-1))
         assert size.min() > 0.1
         assert size.max() < 20
-        assert 0.3 < exact.logits.std() < 10
-        assert len(set(exact.logits[-1].argmax(axis=1))) > 1, "one token whatever the input"
+        assert 0.3 < seen.logits.std() < 10
+        assert seen.logits[-1].std(axis=0).mean() > 0.1, "the same logits whatever the input"
+
+    @pytest.mark.parametrize("block", [HUGINN, LLAMA, OLMO2])
+    def test_float32_stays_near_float64(self, block: str) -> None:
+        """Not for every input: some narrow model amplifies some token a hundredfold, so this is about nearly all."""
+        worst = []
+        for seed in range(40):
+            config, tensors = huginn_checkpoint(HuginnShape(block=block), seed)
+            tokens = np.random.default_rng(seed).integers(0, 96, 24)
+            exact, rounded = (
+                HuginnOracle(None, config=config, tensors=tensors, dtype=dtype).trajectory(tokens, 8).logits
+                for dtype in (np.float64, np.float32)
+            )
+            worst.append(np.abs(exact - rounded).max())
+        assert np.quantile(worst, 0.9) < 5e-5
 
     @pytest.mark.parametrize("block", [HUGINN, LLAMA, OLMO2])
     @pytest.mark.parametrize(("name", "threshold"), [("latent", 0.1), ("kl", 0.02), ("argmax", 3)])
