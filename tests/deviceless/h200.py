@@ -50,6 +50,8 @@ class Report:
     temp_bytes: int
     copies: tuple[tuple[str, str, int], ...]  # (operation, shape, bytes) of every copy-like instruction
     kernels: int  # launches in the thunk plan, loop bodies counted once
+    outside_graphs: tuple[str, ...]  # what the host launches itself: top-level thunks that are no CUDA graph
+    graphs: int
 
     def copies_of_at_least(self, size: int) -> list[tuple[str, str, int]]:
         return [c for c in self.copies if c[2] >= size]
@@ -57,6 +59,7 @@ class Report:
 
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1, "pred": 1}
 _COPY = re.compile(r"%?[\w.\-]+ = (\w+)\[([\d,]*)\]\S* (copy|copy-start|transpose)\(")
+_TOP_LEVEL = re.compile(r"^\d+: (k\w+)", re.MULTILINE)
 _LAUNCH = re.compile(r"k(?:Kernel|CustomKernel|Gemm|CublasLtMatmul|Cudnn|CustomCall|DeviceToDeviceCopy|Copy)\b")
 
 
@@ -84,6 +87,7 @@ def _report(name: str, lowered: Any) -> Report:
         options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, **compiler_options(name, "gpu")}
         compiled = lowered.compile(compiler_options=options)
         plan = "".join(p.read_text() for p in pathlib.Path(folder).glob("*thunk_sequence.txt"))
+        final = "".join(p.read_text() for p in pathlib.Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"))
     memory = compiled.memory_analysis()
     copies = []
     for dtype, dims, operation in _COPY.findall(compiled.as_text()):
@@ -96,6 +100,8 @@ def _report(name: str, lowered: Any) -> Report:
         temp_bytes=memory.temp_size_in_bytes,
         copies=tuple(copies),
         kernels=len(_LAUNCH.findall(plan)),
+        outside_graphs=tuple(kind for kind in _TOP_LEVEL.findall(final) if kind != "kCommandBuffer"),
+        graphs=final.count("kCommandBuffer"),
     )
 
 

@@ -79,6 +79,17 @@ def test_nothing_as_large_as_a_weight_is_copied(reports, name):
     assert by_name[name].copies_of_at_least(smallest_matrix // 8) == []
 
 
+@pytest.mark.parametrize("name", ["decode", "prefill_512"])
+def test_a_run_of_a_large_program_is_one_graph(reports, name):
+    """Whatever stays outside makes the host launch kernels and read predicates: 1.6 ms a tick at 128 slots.
+
+    Without the device XLA does not choose CUB's sort, the one kernel that did so: tests/gpu looks for that.
+    """
+    _, by_name = reports
+    assert by_name[name].outside_graphs == ()
+    assert by_name[name].graphs == 1
+
+
 def test_launches_grow_only_with_layers(reports):
     """Two depths give the launches per layer; a fusion lost in the core shows as a steeper line."""
     from tests.deviceless.h200 import compile_for_h200

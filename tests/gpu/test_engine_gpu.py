@@ -51,6 +51,13 @@ def test_greedy_and_adaptive_tokens_are_exact_three_times_over(llm, golden):
     assert (stats["running"], stats["pages_free"]) == (0, stats["pages_total"])
 
 
+def test_no_kernel_keeps_a_large_program_from_being_one_graph(llm):
+    """CUB's kernels cannot be captured: then loops and conditions around them run on the host, 1.6 ms a tick."""
+    compiled = llm.engine._runner._compiled
+    for name in ("decode", *(n for n in compiled if n.startswith("prefill"))):
+        assert "__cub$" not in compiled[name].as_text(), name
+
+
 def test_a_request_gets_the_same_bits_alone_and_in_a_full_batch(llm, golden):
     """G1: tokens, depths and log-probabilities, beside greedy, sampled and filtered neighbours."""
     prompt = golden["input_ids"][0].tolist()
