@@ -20,7 +20,7 @@ def _kernel(
     offset_ref,  # [B]
     from_ref,  # [B]
     to_ref,  # [B]
-    k_ref,  # [1, 1, D] block
+    k_ref,  # [1, 1, lanes] block, D padded to a power of two
     v_ref,  # same
     _k_pool_in,  # aliased with the outputs
     _v_pool_in,
@@ -34,12 +34,15 @@ def _kernel(
     page, offset = page_ref[row], offset_ref[row]
     first, end = from_ref[row], to_ref[row]
     k, v = k_ref[0, 0, :], v_ref[0, 0, :]
+    dim = k_pool_ref.shape[-1]
+    lane = jnp.arange(k.shape[0], dtype=jnp.int32)
+    mask = None if k.shape[0] == dim else lane < dim
     for plane in range(planes):
 
         @pl.when((page < pages) & (plane >= first) & (plane < end))
         def _store(plane=plane):
-            plt.store(k_pool_ref.at[page, jnp.int32(plane), head, offset, :], k)
-            plt.store(v_pool_ref.at[page, jnp.int32(plane), head, offset, :], v)
+            plt.store(k_pool_ref.at[page, jnp.int32(plane), head, offset, lane], k, mask=mask)
+            plt.store(v_pool_ref.at[page, jnp.int32(plane), head, offset, lane], v, mask=mask)
 
 
 def kv_write_triton(
@@ -57,7 +60,9 @@ def kv_write_triton(
     """See api.kv_write."""
     pages, planes, _, _, dim = k_pool.shape
     rows, heads, _ = k.shape
-    entry = pl.BlockSpec((1, 1, dim), lambda b, h: (b, h, 0))
+    lanes = pl.next_power_of_2(dim)
+    k, v = (jnp.pad(x.astype(k_pool.dtype), ((0, 0), (0, 0), (0, lanes - dim))) for x in (k, v))
+    entry = pl.BlockSpec((1, 1, lanes), lambda b, h: (b, h, 0))
     whole = pl.no_block_spec
     with warnings.catch_warnings():
         # Pallas' Triton lowering announces its end; see ops/paged_attention/triton.py
@@ -72,4 +77,4 @@ def kv_write_triton(
             compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="kv_write",
-        )(page, offset, planes_from, planes_to, k.astype(k_pool.dtype), v.astype(v_pool.dtype), k_pool, v_pool)
+        )(page, offset, planes_from, planes_to, k, v, k_pool, v_pool)

@@ -6,6 +6,9 @@ Two kernels, one contract (api.paged_attention):
   prefill  many queries of one row: a program per (row, query tile, head) multiplies tiles on the tensor cores.
 Both reduce keys page by page in ascending position, and stop at their own row's last key: a row's bits depend on no
 neighbour and on no table width.
+
+Triton's tiles are powers of two.  A head size that is none (96) is loaded under a mask into the next one; queries and
+outputs, small beside K and V, are padded outside the kernels.
 """
 
 from __future__ import annotations
@@ -50,6 +53,28 @@ def paged_attention_triton(
         return _prefill(q, k_pool, v_pool, table, positions, planes, interpret)
 
 
+def load_positions(ref, page_id, plane, head, start, count: int) -> jax.Array:
+    """[count, lanes] of one (page, plane, head) from position `start` on; lanes past the head size are 0.
+
+    Args:
+        ref: [P, N, K, page, D] whole.
+        count: positions, a power of two.
+    """
+    dim = ref.shape[-1]
+    lanes = pl.next_power_of_2(dim)
+    if lanes == dim:
+        return plt.load(ref.at[page_id, plane, head, pl.ds(start, count), :])
+    rows = start + jnp.arange(count, dtype=jnp.int32)
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    tile = ref.at[page_id, plane, head, rows[:, None], lane[None, :]]
+    return plt.load(tile, mask=jnp.broadcast_to(lane[None, :] < dim, (count, lanes)), other=0.0)
+
+
+def _pad_head(x: jax.Array) -> jax.Array:
+    """Last axis to the next power of two."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pl.next_power_of_2(x.shape[-1]) - x.shape[-1])])
+
+
 def _decode_kernel(
     plane_ref,  # [B]
     position_ref,  # [B]
@@ -72,9 +97,9 @@ def _decode_kernel(
 
     def step(i, carry):
         page_id = table_ref[row, lax.div(i, jnp.int32(blocks_per_page))]
-        inside = pl.ds(lax.rem(i, jnp.int32(blocks_per_page)) * block, block)
-        keys = plt.load(k_ref.at[page_id, plane, head, inside, :]).astype(jnp.float32)  # [block, D]
-        values = plt.load(v_ref.at[page_id, plane, head, inside, :]).astype(jnp.float32)
+        first = lax.rem(i, jnp.int32(blocks_per_page)) * block
+        keys = load_positions(k_ref, page_id, plane, head, first, block).astype(jnp.float32)  # [block, D]
+        values = load_positions(v_ref, page_id, plane, head, first, block).astype(jnp.float32)
         seen = i * block + jnp.arange(block, dtype=jnp.int32) <= last
         after = []
         for query, (acc, peak, total) in zip(queries, carry, strict=True):  # [D], scalar, scalar
@@ -141,9 +166,11 @@ def _merge_kernel(
 
 
 def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax.Array:
-    rows, _, heads, dim = q.shape
+    rows, _, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     group = heads // kv_heads
+    q = _pad_head(q)
+    dim = q.shape[-1]
     tile = pl.BlockSpec((1, 1, group, dim), lambda b, h, *_: (b, h, 0, 0))
     whole = pl.no_block_spec
     result = jax.ShapeDtypeStruct((rows, kv_heads, group, dim), q.dtype)
@@ -155,7 +182,7 @@ def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax
     partial = [jax.ShapeDtypeStruct((rows, kv_heads, padded, group, *tail), jnp.float32) for tail in ((dim,), (), ())]
     out = pl.pallas_call(
         functools.partial(
-            _decode_kernel, page=page, block=min(page, DECODE_BLOCK), split=split, scale=LOG2E / math.sqrt(dim)
+            _decode_kernel, page=page, block=min(page, DECODE_BLOCK), split=split, scale=LOG2E / math.sqrt(head_dim)
         ),
         grid=(rows, kv_heads) if split is None else (rows, kv_heads, splits),
         in_specs=[whole, whole, whole, tile, whole, whole],
@@ -176,7 +203,7 @@ def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax
             interpret=interpret,
             name="paged_attention_merge",
         )(positions[:, 0], *out)
-    return out.reshape(q.shape)
+    return out.reshape(q.shape)[..., :head_dim]
 
 
 def _prefill_kernel(
@@ -202,8 +229,8 @@ def _prefill_kernel(
     def step(i, carry):
         acc, peak, total = carry
         page_id = table_ref[row, i]
-        keys = plt.load(k_ref.at[page_id, plane, head, :, :])  # [page, D]
-        values = plt.load(v_ref.at[page_id, plane, head, :, :])
+        keys = load_positions(k_ref, page_id, plane, head, jnp.int32(0), page)  # [page, D]
+        values = load_positions(v_ref, page_id, plane, head, jnp.int32(0), page)
         scores = plt.dot(query, keys.T, allow_tf32=not precise) * scale  # [tile, page] f32
         key_position = i * page + jnp.arange(page, dtype=jnp.int32)
         scores = jnp.where(key_position[None, :] <= position[:, None], scores, MASKED)
@@ -222,16 +249,17 @@ def _prefill_kernel(
 
 
 def _prefill(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax.Array:
-    rows, queries, heads, dim = q.shape
+    rows, queries, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     tile = min(QUERY_TILE, max(16, pl.next_power_of_2(queries)))
     pad = -queries % tile
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    q = jnp.pad(_pad_head(q), ((0, 0), (0, pad), (0, 0), (0, 0)))
+    dim = q.shape[-1]
     positions = jnp.pad(positions, ((0, 0), (0, pad)), constant_values=-1)
     block = pl.BlockSpec((1, tile, 1, dim), lambda b, t, h: (b, t, h, 0))
     whole = pl.no_block_spec
     out = pl.pallas_call(
-        functools.partial(_prefill_kernel, page=page, group=heads // kv_heads, scale=LOG2E / math.sqrt(dim)),
+        functools.partial(_prefill_kernel, page=page, group=heads // kv_heads, scale=LOG2E / math.sqrt(head_dim)),
         grid=(rows, (queries + pad) // tile, heads),
         in_specs=[whole, whole, pl.BlockSpec((1, tile), lambda b, t, h: (b, t)), block, whole, whole],
         out_specs=block,
@@ -240,4 +268,4 @@ def _prefill(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> ja
         interpret=interpret,
         name="paged_attention_prefill",
     )(planes, table, positions, q, k_pool, v_pool)
-    return out[:, :queries]
+    return out[:, :queries, :, :head_dim]

@@ -1,0 +1,59 @@
+"""The Triton kernels' arithmetic against the reference, run by Pallas' interpreter on the CPU.
+
+PROTECTS: masks, page walks, splits and head sizes of the kernels, in every suite; tests/gpu runs the compiled ones.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlt_jax.ops.kv_write.reference import kv_write_reference
+from rlt_jax.ops.kv_write.triton import kv_write_triton
+from rlt_jax.ops.paged_attention.reference import paged_attention_reference
+from rlt_jax.ops.paged_attention.triton import paged_attention_triton
+
+PAGES, PLANES, PAGE = 7, 3, 16
+
+
+def pools(kv_heads: int, dim: int) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(dim), 2)
+    shape = (PAGES, PLANES, kv_heads, PAGE, dim)
+    k, v = (jax.random.normal(key, shape, jnp.float32) for key in keys)
+    return k, v
+
+
+@pytest.mark.parametrize("dim", [16, 24, 96])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attention_agrees_with_the_reference(dim: int, group: int, queries: int) -> None:
+    """Rows at their own planes and lengths, one of them empty, pages out of order."""
+    rng = np.random.default_rng(queries)
+    k, v = pools(2, dim)
+    table = jnp.asarray([[3, 1, 0], [5, 6, 2], [4, 0, 0]], jnp.int32)
+    last = np.array([20, 40, -1])
+    back = np.arange(queries)[::-1]
+    positions = jnp.asarray(np.where(last[:, None] < 0, -1, last[:, None] - back), jnp.int32)
+    planes = jnp.asarray([0, 2, 1], jnp.int32)
+    q = jnp.asarray(rng.normal(size=(3, queries, 2 * group, dim)), jnp.float32)
+    expected = paged_attention_reference(q, k, v, table, positions, planes)
+    found = paged_attention_triton(q, k, v, table, positions, planes, interpret=True)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert not np.asarray(found[2]).any(), "a row without keys gives 0"
+
+
+@pytest.mark.parametrize("dim", [16, 96])
+def test_kv_write_stores_the_wanted_planes_and_nothing_else(dim: int) -> None:
+    k_pool, v_pool = pools(2, dim)
+    rng = np.random.default_rng(1)
+    k, v = (jnp.asarray(rng.normal(size=(4, 2, dim)), jnp.float32) for _ in range(2))
+    page = jnp.asarray([2, PAGES, 6, 0], jnp.int32)  # the second row is idle
+    offset = jnp.asarray([0, 3, 15, 7], jnp.int32)
+    first, end = jnp.asarray([0, 0, 1, 2], jnp.int32), jnp.asarray([3, 3, 2, 3], jnp.int32)
+    expected = kv_write_reference(k_pool, v_pool, k, v, page, offset, first, end)
+    found = kv_write_triton(k_pool, v_pool, k, v, page, offset, first, end, interpret=True)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
