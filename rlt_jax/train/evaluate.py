@@ -542,21 +542,21 @@ def _english(result: dict[str, Any], training: dict[str, Any] | None) -> list[st
     """What the model can and cannot do in English, decided by the numbers."""
     english = result["english"]
     held, shown = english["held_out"], english["trained_on"]
-    best = min(held["cross_entropy"])
+    full = held["cross_entropy"][-1]
     cells = [
         [str(n + 1), f"{held['cross_entropy'][n]:.2f}", f"{held['right'][n]:.1%}", f"{shown['cross_entropy'][n]:.2f}"]
         for n in range(result["trained_loops"])
     ]
-    if best >= english["uniform"]:
-        verdict = "That is worse than guessing among the entries of the vocabulary: it knows no English at all"
-    elif best >= english["frequencies"]:
-        verdict = "That is no better than knowing how often each token occurs: it knows no English to speak of"
+    if full >= english["uniform"]:
+        verdict = "that is worse than guessing among the entries of the vocabulary: it knows no English at all"
+    elif full >= english["frequencies"]:
+        verdict = "that is no better than knowing how often each token occurs: it knows no English to speak of"
     else:
         verdict = (
-            f"That is {english['frequencies'] - best:.2f} nats better than knowing how often each token occurs: it has "
+            f"that is {english['frequencies'] - full:.2f} nats better than knowing how often each token occurs: it has "
             "picked up how tokens follow each other"
         )
-    if min(shown["cross_entropy"]) < best - 1:
+    if shown["cross_entropy"][-1] < full - 1:
         verdict += ", and it knows the entries it was shown far better than others: it has learned them by heart"
     text = []
     if training and "english" in training:
@@ -576,7 +576,7 @@ def _english(result: dict[str, Any], training: dict[str, Any] | None) -> list[st
         *_table(["loops", "held out", "first choice", "trained on"], cells),
         "",
         f"Guessing uniformly: {english['uniform']:.2f}; the book's token frequencies: {english['frequencies']:.2f}. "
-        f"{verdict}. It is not a model to write or read English with. Held-out entries, and how it goes on at full "
+        f"At full depth {verdict}. It is not a model to write or read English with. Held-out entries, and how it goes on at full "
         "depth:",
         "",
         *(f"    {json.dumps(given)}  ->  {json.dumps(written)}" for given, written in english["continuations"]),
