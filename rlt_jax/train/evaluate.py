@@ -576,8 +576,8 @@ def _english(result: dict[str, Any], training: dict[str, Any] | None) -> list[st
         *_table(["loops", "held out", "first choice", "trained on"], cells),
         "",
         f"Guessing uniformly: {english['uniform']:.2f}; the book's token frequencies: {english['frequencies']:.2f}. "
-        f"At full depth {verdict}. It is not a model to write or read English with. Held-out entries, and how it goes on at full "
-        "depth:",
+        f"At full depth {verdict}. It is not a model to write or read English with. Held-out entries, and how it goes "
+        "on at full depth:",
         "",
         *(f"    {json.dumps(given)}  ->  {json.dumps(written)}" for given, written in english["continuations"]),
     ]
