@@ -8,20 +8,22 @@ python -m rlt_jax.train --size tiny --steps 20 --out DIR   a minute on a laptop,
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from rlt_jax.models.checkpoint import save_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.models.registry import model_from_config
-from rlt_jax.train.data import MIN_SEQ_LEN, DataSpec
+from rlt_jax.train.data import MIN_SEQ_LEN, DataSpec, EnglishPieces
 from rlt_jax.train.evaluate import (
     WANTED_SAVING,
     Evaluator,
@@ -34,7 +36,10 @@ from rlt_jax.train.model import LOOPS, MAX_POSITIONS, SIZES, cast, count_paramet
 from rlt_jax.train.tasks import GENERATORS, VALIDATION_CLASS
 from rlt_jax.train.tokenizer import build_tokenizer
 
-DEFAULT_STEPS = 6000
+if TYPE_CHECKING:  # the trainer needs optax, an extra: it is imported when a run starts
+    from rlt_jax.train.trainer import Gate
+
+DEFAULT_STEPS = 10_000  # those of the model in the package
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,12 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--size", choices=sorted(SIZES), default="bundled", help="model size (default bundled)")
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help=f"optimizer steps of stage I (default {DEFAULT_STEPS})")
-    length.add_argument(
-        "--seconds",
-        type=float,
-        help="time for stage I without compilation: the steps that fit are fixed at the end of the warm-up and logged",
+    parser.add_argument(
+        "--steps", type=int, default=DEFAULT_STEPS, help=f"optimizer steps of stage I (default {DEFAULT_STEPS})"
     )
     parser.add_argument("--loops", type=int, default=LOOPS, help=f"loops of the model (default {LOOPS})")
     parser.add_argument("--baseline", action="store_true", help="also train a one-loop model for as many steps")
@@ -73,8 +74,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1, found {value}")
-    if args.seconds is not None and not args.seconds > 0:
-        parser.error(f"--seconds must be > 0, found {args.seconds}")
     if not MIN_SEQ_LEN <= args.seq_len <= MAX_POSITIONS:
         parser.error(f"--seq-len must be in [{MIN_SEQ_LEN}, {MAX_POSITIONS}], found {args.seq_len}")
     unknown = sorted(set(args.tasks.split(",")) - set(GENERATORS))
@@ -98,126 +97,182 @@ def export(path: Path, args: argparse.Namespace, params: OuroParams, loops: int,
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    args = parser.parse_args(argv)
-    _check(parser, args)
-    try:  # only now: optax belongs to an extra, and wrong options are told without it
-        from rlt_jax.train.trainer import TrainConfig, train_stage1, train_stage2, with_gate
-    except ModuleNotFoundError as error:
-        if error.name != "optax":
-            raise
-        parser.exit(2, f"{parser.prog}: error: optax is not installed: pip install 'rlt_jax[train]'\n")
-    begin = time.perf_counter()
+class Run:
+    """One run of the command: its settings, its log, and the record that becomes training.json."""
 
-    def log(message: str) -> None:
-        print(f"[{time.perf_counter() - begin:6.1f}] {message}", flush=True)
+    def __init__(self, args: argparse.Namespace) -> None:
+        from rlt_jax.train.trainer import TrainConfig
 
-    dtype = args.dtype if args.dtype != "auto" else "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    device = jax.devices()[0].device_kind
-    log(f"jax {jax.__version__} on {device}, {dtype}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    given = {name: getattr(args, name) for name in ("learning_rate", "warmup") if getattr(args, name) is not None}
-    settings = TrainConfig(seed=args.seed, compute_dtype=dtype, gate_steps=args.gate_steps, **given)
-    data = DataSpec(
-        seq_len=args.seq_len,
-        rows=args.rows,
-        steps=args.chunk_steps,
-        loops=args.loops,
-        tasks=tuple(args.tasks.split(",")),
-    )
-    steps = args.steps if args.steps or args.seconds else DEFAULT_STEPS
-    vocabulary = build_tokenizer().get_vocab_size()
-    model = model_from_config(model_config(SIZES[args.size], vocabulary, args.loops))
-    assert isinstance(model, Ouro)
+        self.args, self.out = args, args.out
+        self.begin = time.perf_counter()
+        self.out.mkdir(parents=True, exist_ok=True)
+        (self.out / "train.log").write_text("", encoding="utf-8")
+        self.dtype = args.dtype
+        if self.dtype == "auto":
+            self.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        given = {name: getattr(args, name) for name in ("learning_rate", "warmup") if getattr(args, name) is not None}
+        self.settings = TrainConfig(seed=args.seed, compute_dtype=self.dtype, gate_steps=args.gate_steps, **given)
+        self.data = DataSpec(
+            seq_len=args.seq_len,
+            rows=args.rows,
+            chunk_steps=args.chunk_steps,
+            steps=args.steps,
+            loops=args.loops,
+            tasks=tuple(args.tasks.split(",")),
+        )
+        english = EnglishPieces(args.seq_len)
+        tokens, epochs = int(english.length.sum()), english.epochs(self.data)
+        self.record: dict[str, Any] = {
+            "command": _command(args),
+            "steps": self.data.chunks * self.data.chunk_steps,
+            "tokens_per_step": args.rows * args.seq_len,
+            "english": {"tokens": tokens, "epochs": epochs, "share": epochs * tokens / self.data.tokens},
+            "device": jax.devices()[0].device_kind,
+            "dtype": self.dtype,
+            "jax": jax.__version__,
+            "stage2_seconds": 0.0,
+            "gate": "stage I",
+        }
+        self.log(f"jax {jax.__version__} on {self.record['device']}, {self.dtype}")
 
-    start = time.perf_counter()
-    master, steps = train_stage1(
-        model, settings, data, steps=steps, seconds=args.seconds, threads=args.threads, log=log
-    )
-    record: dict[str, Any] = {
-        "command": _command(args, steps),
-        "steps": steps,
-        "tokens_per_step": args.rows * args.seq_len,
-        "device": device,
-        "dtype": dtype,
-        "jax": jax.__version__,
-        "parameters": count_parameters(master),
-        "stage1_seconds": time.perf_counter() - start,
-        "stage2_seconds": 0.0,
-        "gate": "stage I",
-    }
-    params, threshold = cast(master, "bfloat16"), 1.0
-    # the weights are safe on disk before anything else is tried
-    export(args.out / "model", args, params, args.loops, threshold)
+    def log(self, message: str) -> None:
+        line = f"[{time.perf_counter() - self.begin:6.1f}] {message}"
+        print(line, flush=True)
+        with (self.out / "train.log").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
-    if args.loops > 1:
+    def save_record(self) -> None:
+        (self.out / "training.json").write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+
+    def model(self, loops: int) -> Ouro:
+        model = model_from_config(model_config(SIZES[self.args.size], build_tokenizer().get_vocab_size(), loops))
+        assert isinstance(model, Ouro)
+        return model
+
+    def export(self, name: str, params: OuroParams, loops: int, threshold: float) -> None:
+        """Write a model directory in BF16."""
+        tokenizer = build_tokenizer()
+        config = model_config(SIZES[self.args.size], tokenizer.get_vocab_size(), loops, exit_threshold=threshold)
+        save_checkpoint(
+            self.out / name,
+            model_from_config(config),
+            cast(params, "bfloat16"),
+            tokenizer_json=tokenizer.to_str(pretty=True),
+            config=config,
+            generation_config={"do_sample": False, "eos_token_id": 0, "pad_token_id": 0},
+        )
+        self.save_record()
+        self.log(f"{name} written to {self.out / name}")
+
+    def train_model(self) -> None:
+        """Both stages, into out/model."""
+        from rlt_jax.train.trainer import train_stage1, train_stage2
+
+        model, loops = self.model(self.args.loops), self.args.loops
         start = time.perf_counter()
-        gates = train_stage2(model, settings, data, cast(params, dtype), threads=args.threads, log=log)
-        record["stage2_seconds"] = time.perf_counter() - start
-        log("choosing the gate and its threshold on the validation set")
-        validation = held_out_set(args.validation_samples, VALIDATION_CLASS, data.tasks)
+        master = train_stage1(model, self.settings, self.data, threads=self.args.threads, log=self.log)
+        self.record["parameters"] = count_parameters(master)
+        self.record["stage1_seconds"] = time.perf_counter() - start
+        params = cast(master, "bfloat16")
+        self.export("model", params, loops, 1.0)  # the weights are safe on disk before anything else is tried
+        if loops == 1:
+            return
+        start = time.perf_counter()
+        frozen = cast(params, self.dtype)
+        gates = train_stage2(model, self.settings, self.data, frozen, threads=self.args.threads, log=self.log)
+        self.record["stage2_seconds"] = time.perf_counter() - start
+        params, threshold = self.choose_gate(model, params, gates)
+        self.export("model", params, loops, threshold)
+
+    def choose_gate(self, model: Ouro, params: OuroParams, gates: dict[str, Gate]) -> tuple[OuroParams, float]:
+        """The parameters with the gate that ships, and its threshold: both from the validation set."""
+        from rlt_jax.train.trainer import with_gate
+
+        self.log("choosing the gate and its threshold on the validation set")
+        validation = held_out_set(self.args.validation_samples, VALIDATION_CLASS, self.data.tasks)
         evaluator = Evaluator(model, params, validation, rows=min(1200, len(validation.length)))
         full = evaluator.run()
         found = {}
         for rule, gate in gates.items():
-            log(f"gate trained on the {rule} target:")
-            found[rule] = choose_threshold(evaluator, with_gate(params, gate), full, log)
+            self.log(f"gate trained on the {rule} target:")
+            found[rule] = choose_threshold(evaluator, with_gate(params, gate), full, self.log)
         rule = "improvement"
         if found[rule][1] < WANTED_SAVING and found["look_ahead"][1] > found[rule][1]:
             rule = "look_ahead"
-        threshold = found[rule][0]
-        params = with_gate(params, gates[rule])
-        record["gate"] = rule
-        record["gate_validation"] = {
+        self.record["gate"] = rule
+        self.record["gate_validation"] = {
             name: {"threshold": f[0], "saved": f[1], "lost": f[2], "tried": f[3]} for name, f in found.items()
         }
         summary = "; ".join(f"{n}: {f[1]:.1%} saved at {f[0]:g} for {100 * f[2]:.2f} points" for n, f in found.items())
-        record["gate_reason"] = (
+        self.record["gate_reason"] = (
             "Both gate targets were trained on the same frozen model: `improvement` is Ouro's (did the last loop "
             "help?), `look_ahead` asks whether a deeper loop would still help. Ouro's is shipped where it saves "
             f"{WANTED_SAVING:.0%} of loops, else the better one. Validation: {summary}."
         )
-        log(record["gate_reason"])
-        export(args.out / "model", args, params, args.loops, threshold)
-    (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    log(f"model written to {args.out / 'model'}")
+        self.log(self.record["gate_reason"])
+        return with_gate(params, gates[rule]), found[rule][0]
 
-    if args.baseline:
-        base_config = model_config(SIZES[args.size], vocabulary, 1)
-        base_model = model_from_config(base_config)
-        assert isinstance(base_model, Ouro)
-        base_data = DataSpec(seq_len=data.seq_len, rows=data.rows, steps=data.steps, loops=1, tasks=data.tasks)
+    def train_baseline(self) -> None:
+        """A one-loop model with the same settings, data and steps, into out/baseline."""
+        from rlt_jax.train.trainer import train_stage1
+
         start = time.perf_counter()
-        base, _ = train_stage1(base_model, settings, base_data, steps=steps, threads=args.threads, log=log)
-        record["baseline_seconds"] = time.perf_counter() - start
-        export(args.out / "baseline", args, base, 1, 1.0)
-        (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        log(f"baseline written to {args.out / 'baseline'}")
+        data = dataclasses.replace(self.data, loops=1)
+        base = train_stage1(self.model(1), self.settings, data, threads=self.args.threads, log=self.log)
+        self.record["baseline_seconds"] = time.perf_counter() - start
+        self.export("baseline", base, 1, 1.0)
 
-    if args.evaluate:
+    def evaluate(self) -> None:
+        """Both models on the test set, and the model card."""
         result = evaluate(
-            args.out / "model",
-            args.out / "baseline" if args.baseline else None,
-            samples=args.samples,
-            validation_samples=args.validation_samples,
-            rows=min(1200, args.samples),
-            log=log,
+            self.out / "model",
+            self.out / "baseline" if self.args.baseline else None,
+            samples=self.args.samples,
+            validation_samples=self.args.validation_samples,
+            rows=min(1200, self.args.samples),
+            log=self.log,
         )
-        (args.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (args.out / "model" / "README.md").write_text(model_card(result, record), encoding="utf-8")
-        log(f"evaluation.json and model/README.md written to {args.out}")
-    log("done")
+        (self.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (self.out / "model" / "README.md").write_text(model_card(result, self.record), encoding="utf-8")
+        self.log(f"evaluation.json and model/README.md written to {self.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    if importlib.util.find_spec("optax") is None:
+        parser.exit(2, f"{parser.prog}: error: optax is not installed: pip install 'rlt_jax[train]'\n")
+    run = Run(args)
+    run.train_model()
+    if args.baseline:
+        run.train_baseline()
+    if args.evaluate:
+        run.evaluate()
+    run.log("done")
     return 0
 
 
-def _command(args: argparse.Namespace, steps: int) -> str:
-    """The command that repeats this run: the same, with the steps in place of a time budget."""
-    words = ["python -m rlt_jax.train", f"--steps {steps}", f"--seed {args.seed}"]
+def _command(args: argparse.Namespace) -> str:
+    """The command that repeats this run."""
+    words = ["python -m rlt_jax.train", f"--steps {args.steps}", f"--seed {args.seed}"]
     defaults = vars(_parser().parse_args(["--out", "x"]))
-    for name in ("size", "loops", "rows", "seq_len", "chunk_steps", "gate_steps", "learning_rate", "warmup", "tasks"):
+    told = (
+        "size",
+        "loops",
+        "rows",
+        "seq_len",
+        "chunk_steps",
+        "gate_steps",
+        "learning_rate",
+        "warmup",
+        "tasks",
+        "dtype",
+    )
+    for name in (*told, "samples", "validation_samples"):
         if getattr(args, name) != defaults[name]:
             words.append(f"--{name.replace('_', '-')} {getattr(args, name)}")
+    words += [f"--{name}" for name in ("baseline", "evaluate") if getattr(args, name)]
     return " ".join([*words, "--out DIR"])
 
 

@@ -13,15 +13,21 @@ from collections.abc import Generator
 
 import numpy as np
 
-from rlt_jax.train.tasks import GENERATORS, Symbols, draw
+from rlt_jax.train.tasks import GENERATORS, SPLIT_CLASSES, Symbols, draw
 from rlt_jax.train.tokenizer import build_tokenizer, english_entries, eos_id
 
-# Samples of each kind per draw; the two tasks whose items need the most steps get the most.
-MIXTURE = {"copy": 1.0, "reverse": 1.5, "sort": 1.5, "close": 2.0, "calc": 4.0, "chain": 4.0, "english": 0.35}
+# Samples of each task per draw; the two tasks whose items need the most steps get the most.
+MIXTURE = {"copy": 1.0, "reverse": 1.5, "sort": 1.5, "close": 2.0, "calc": 4.0, "chain": 4.0}
+SMALL_SHARE = 0.15  # of the samples of every task has few items; see tasks.py
+# A small book is learned by heart if it is shown often: each piece of it is shown this many times in a whole run, and
+# in a run too short for that English has the share ENGLISH_MOST of all tokens.
+ENGLISH_EPOCHS, ENGLISH_MOST = 4.0, 0.05
 ENGLISH_WEIGHT, ANSWER_WEIGHT = 1, 2  # stored as small integers; the loss divides by ANSWER_WEIGHT
 VALIDATION_EVERY = 20  # each 20th English entry is kept for validation
 MIN_SEQ_LEN = 112  # the longest sample of any task fits
 _OPEN_ROWS = 24
+# Mean tokens of a sample, to know how many are needed; measured, and exact enough for that.
+MEAN_TOKENS = {"copy": 27, "reverse": 27, "sort": 24, "close": 30, "calc": 55, "chain": 52}
 # Curriculum: share of the deep tasks' samples drawn at the lowest levels, falling over the first steps.  A hop or an
 # operation must be learned before two of them can be.
 EASY_FIRST, EASY_LAST, EASY_STEPS = 0.9, 0.15, 1500
@@ -34,7 +40,8 @@ class DataSpec:
     Attributes:
         seq_len: tokens per row.
         rows: rows per step.
-        steps: steps per chunk.
+        chunk_steps: steps per chunk.
+        steps: steps of the whole run, rounded up to whole chunks: over these English is spread.
         loops: the model's depth, which is the exit depth of prompts.
         mixed_share: share of samples whose later tokens exit at random depths (see `model.py`).
         tasks: which tasks take part.
@@ -42,10 +49,21 @@ class DataSpec:
 
     seq_len: int = 256
     rows: int = 128
-    steps: int = 16
+    chunk_steps: int = 16
+    steps: int = 10_000
     loops: int = 4
     mixed_share: float = 0.35
     tasks: tuple[str, ...] = tuple(GENERATORS)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the whole run."""
+        return -(-self.steps // self.chunk_steps)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run, padding counted."""
+        return self.chunks * self.chunk_steps * self.rows * self.seq_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +97,18 @@ class EnglishPieces:
         self.tokens = np.zeros((len(pieces), seq_len), np.int32)
         for row, piece in enumerate(pieces):
             self.tokens[row, : len(piece)] = piece
-        # A piece is as likely as it is long: every token is seen equally often.
-        self.chance = self.length / self.length.sum()
+
+    def epochs(self, spec: DataSpec) -> float:
+        """How many times a run of this kind shows the text."""
+        return min(ENGLISH_EPOCHS, ENGLISH_MOST * spec.tokens / int(self.length.sum()))
+
+    def of_chunk(self, spec: DataSpec, seed: int, index: int) -> np.ndarray:
+        """Pieces of one chunk: whole passes over the text, each in an order of its own, spread evenly over the run."""
+        pieces, index = len(self.length), index % spec.chunks  # stage II goes on beyond the run
+        total = int(self.epochs(spec) * pieces)
+        shown = np.arange(total * index // spec.chunks, total * (index + 1) // spec.chunks)
+        passes = {e: np.random.default_rng([seed, e, 1]).permutation(pieces) for e in np.unique(shown // pieces)}
+        return np.array([passes[i // pieces][i % pieces] for i in shown], np.int64)
 
 
 def pack(lengths: np.ndarray, rows: int, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,35 +139,37 @@ def pack(lengths: np.ndarray, rows: int, seq_len: int) -> tuple[np.ndarray, np.n
 def make_chunk(spec: DataSpec, symbols: Symbols, english: EnglishPieces, seed: int, index: int) -> Chunk:
     """The chunk with this index."""
     rng = np.random.default_rng([seed, index])
-    easy = max(EASY_LAST, EASY_FIRST - (EASY_FIRST - EASY_LAST) * index * spec.steps / EASY_STEPS)
-    kinds = [*spec.tasks, "english"]
-    share = np.array([MIXTURE[k] for k in kinds])
-    mean = {"copy": 29, "reverse": 29, "sort": 26, "close": 32, "calc": 60, "chain": 56, "english": 130}
-    total_rows = spec.rows * spec.steps
+    easy = max(EASY_LAST, EASY_FIRST - (EASY_FIRST - EASY_LAST) * index * spec.chunk_steps / EASY_STEPS)
+    share = np.array([MIXTURE[task] for task in spec.tasks])
+    total_rows = spec.rows * spec.chunk_steps
+    pieces = english.of_chunk(spec, seed, index)
+    room = total_rows * spec.seq_len - int(english.length[pieces].sum())
     # a little more than fits, so that every row is full
-    samples = 1.2 * total_rows * spec.seq_len / float(np.sum(share * [mean[k] for k in kinds])) + 4
-    parts_tokens, parts_prompt, parts_length = [], [], []
-    for kind, part in zip(kinds, share, strict=True):
-        n = int(np.ceil(samples * part))
-        if kind == "english":
-            pick = rng.choice(len(english.length), size=n, p=english.chance)
-            tokens, length = english.tokens[pick], english.length[pick]
-            prompt = np.zeros(n, np.int32)
-        else:
-            drawn = draw(symbols, kind, rng, int(n * 1.14) + 1, easy=easy)
-            tokens, length, prompt = drawn.tokens, drawn.length, drawn.prompt
-            if length.max(initial=0) > spec.seq_len:
-                raise ValueError(f"a sample of '{kind}' has {length.max()} tokens, a row {spec.seq_len}")
-        width = max(0, spec.seq_len - tokens.shape[1])
-        parts_tokens.append(np.pad(tokens, ((0, 0), (0, width)))[:, : spec.seq_len])
-        parts_prompt.append(prompt)
-        parts_length.append(length)
+    samples = 1.2 * room / float(np.sum(share * [MEAN_TOKENS[task] for task in spec.tasks])) + 4
+    parts_tokens = [english.tokens[pieces]]
+    parts_prompt = [np.zeros(len(pieces), np.int32)]
+    parts_length = [english.length[pieces]]
+    for task, part in zip(spec.tasks, share, strict=True):
+        n = int(np.ceil(samples * part) * SPLIT_CLASSES / (SPLIT_CLASSES - 2)) + 1  # two classes are held out
+        drawn = draw(symbols, task, rng, n, easy=easy, small=SMALL_SHARE)
+        if drawn.length.max(initial=0) > spec.seq_len:
+            raise ValueError(f"a sample of '{task}' has {drawn.length.max()} tokens, a row {spec.seq_len}")
+        width = max(0, spec.seq_len - drawn.tokens.shape[1])
+        parts_tokens.append(np.pad(drawn.tokens, ((0, 0), (0, width)))[:, : spec.seq_len])
+        parts_prompt.append(drawn.prompt)
+        parts_length.append(drawn.length)
     tokens = np.concatenate(parts_tokens)
     prompt, length = np.concatenate(parts_prompt), np.concatenate(parts_length)
-    order = rng.permutation(len(length))
+    # English first: all of its pieces find a place; the rows are shuffled afterwards
+    order = np.concatenate([np.arange(len(pieces)), len(pieces) + rng.permutation(len(length) - len(pieces))])
     row, offset, segment = pack(length[order], total_rows, spec.seq_len)
     placed = row >= 0
-    order, row, offset, segment = order[placed], row[placed], offset[placed], segment[placed]
+    order, row, offset, segment = (
+        order[placed],
+        rng.permutation(total_rows)[row[placed]],
+        offset[placed],
+        segment[placed],
+    )
     tokens, prompt, length = tokens[order], prompt[order], length[order]
 
     at = np.arange(spec.seq_len)[None, :]
@@ -149,13 +179,13 @@ def make_chunk(spec: DataSpec, symbols: Symbols, english: EnglishPieces, seed: i
     weight = np.where(is_english, ENGLISH_WEIGHT, ANSWER_WEIGHT)[:, None] * (at >= prompt[:, None] - 1)
     weight = np.where(at < length[:, None] - 1, weight, 0)  # the last token has no next one
     mixed = rng.random(len(length)) < spec.mixed_share
-    depth = 1 + _random_depths(rng, at.shape[1] * len(length), spec.loops).reshape(len(length), -1)
+    depth = _random_depths(rng, (len(length), at.shape[1]), spec.loops)
     depth = np.where(mixed[:, None] & (at >= np.maximum(prompt, 1)[:, None]), depth, spec.loops)
 
     def place(values: np.ndarray, dtype: type) -> np.ndarray:
         out: np.ndarray = np.zeros(total_rows * spec.seq_len, dtype)
         out[flat] = np.broadcast_to(values, inside.shape)[inside]
-        return out.reshape(spec.steps, spec.rows, spec.seq_len)
+        return out.reshape(spec.chunk_steps, spec.rows, spec.seq_len)
 
     exit_depth = place(depth, np.uint8)
     exit_depth[exit_depth == 0] = spec.loops
@@ -168,10 +198,13 @@ def make_chunk(spec: DataSpec, symbols: Symbols, english: EnglishPieces, seed: i
     )
 
 
-def _random_depths(rng: np.random.Generator, n: int, loops: int) -> np.ndarray:
-    """Zero-based exit loops: the first is rare (requests run at least two by default), the second the most likely."""
+def _random_depths(rng: np.random.Generator, shape: tuple[int, int], loops: int) -> np.ndarray:
+    """One-based exit loops: the first is rare (requests run at least two by default), the second the most likely."""
     chance = np.array([0.1, 0.4] + [0.5 / max(loops - 2, 1)] * (loops - 2) if loops > 1 else [1.0])
-    return np.searchsorted(np.cumsum(chance / chance.sum())[:-1], rng.random(n, np.float32), side="right")
+    drawn, depth = rng.random(shape, np.float32), np.ones(shape, np.uint8)
+    for bound in np.cumsum(chance / chance.sum())[:-1].astype(np.float32):
+        depth += drawn >= bound
+    return depth
 
 
 def stream(spec: DataSpec, seed: int, *, threads: int, ahead: int = 8, start: int = 0) -> Generator[Chunk]:

@@ -1,6 +1,7 @@
 """Measure a trained model on held-out samples, in the BF16 that ships, and write the model card.
 
-    python -m rlt_jax.train.evaluate --model DIR --baseline DIR --samples 4800 --out evaluation.json --card README.md
+    python -m rlt_jax.train.evaluate                                     the model in the package: prints the tables
+    python -m rlt_jax.train.evaluate --model DIR/model --baseline DIR/baseline --out evaluation.json --card README.md
 
 Accuracy is exact match: every answer token and the end of text.  All settings see the same samples.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -22,7 +24,7 @@ import numpy as np
 
 from rlt_jax.models.checkpoint import load_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
-from rlt_jax.train.data import EnglishPieces
+from rlt_jax.train.data import SMALL_SHARE, EnglishPieces
 from rlt_jax.train.decode import Prompts, decode, prefill
 from rlt_jax.train.losses import token_cross_entropy
 from rlt_jax.train.model import forward_states
@@ -35,6 +37,10 @@ MIN_LOOPS = 2  # the engine's default for requests
 ALLOWED_LOSS = 0.005  # the validation set may lose half of the point that the test set may lose
 WANTED_SAVING = 0.30
 EVALUATION_SEED = 20_000_003
+SMALL_SAMPLES = 1200  # of few items, measured apart from the reasoning mix
+# Every set is padded to these widths, so that all of them share one compiled program per model.
+PROMPT_WIDTH, ANSWER_WIDTH = 96, 24
+ENGLISH_STARTS, ENGLISH_GIVEN = 3, 12  # held-out entries that the model continues, and how many tokens of them it gets
 EXAMPLES = {
     "copy: q d k a w z m e =": " q d k a w z m e",
     "reverse: q d k a w z m e =": " e m z w a k d q",
@@ -82,15 +88,16 @@ class Outcome:
         return float(self.loops.sum() / max(self.outputs.sum(), 1))
 
 
-def held_out_set(samples: int, split_class: int, tasks: Sequence[str] = tuple(GENERATORS)) -> HeldOut:
-    """At least `samples` samples, equally many of every task (the "reasoning mix")."""
+def held_out_set(
+    samples: int, split_class: int, tasks: Sequence[str] = tuple(GENERATORS), *, small: bool = False
+) -> HeldOut:
+    """At least `samples` samples, equally many of every task (the "reasoning mix"); `small`: of few items instead."""
     symbols, each = Symbols.of(build_tokenizer()), -(-samples // len(tasks))
-    parts = [held_out(symbols, task, each, split_class=split_class, seed=EVALUATION_SEED) for task in tasks]
-    # rounded up, so that the test and the validation set share one compiled program
-    prompt_width = _round_up(max(int(p.prompt.max()) for p in parts), 32)
-    answer_width = _round_up(max(int((p.length - p.prompt).max()) for p in parts), 8)
-    tokens = np.zeros((len(parts) * each, prompt_width), np.int32)
-    answer = np.full((len(parts) * each, answer_width), HOLE, np.int32)
+    parts = [
+        held_out(symbols, task, each, split_class=split_class, seed=EVALUATION_SEED, small=small) for task in tasks
+    ]
+    tokens = np.zeros((len(parts) * each, PROMPT_WIDTH), np.int32)
+    answer = np.full((len(parts) * each, ANSWER_WIDTH), HOLE, np.int32)
     for i, part in enumerate(parts):
         for j in range(each):
             row, n = i * each + j, int(part.prompt[j])
@@ -100,10 +107,6 @@ def held_out_set(samples: int, split_class: int, tasks: Sequence[str] = tuple(GE
     length = np.concatenate([p.prompt for p in parts]).astype(np.int32)
     task = np.repeat(np.arange(len(parts)), each).astype(np.int32)
     return HeldOut(tokens, length, answer, task, np.concatenate([p.level for p in parts]), tuple(tasks))
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class Evaluator:
@@ -200,23 +203,76 @@ def choose_threshold(
     return *best, tried
 
 
-def english_cross_entropy(model: Ouro, params: OuroParams) -> list[float]:
-    """Mean cross-entropy (nats per token) of the English validation pieces after every loop."""
-    pieces = EnglishPieces(256, validation=True)
+@functools.partial(jax.jit, static_argnums=(0,))
+def english_per_loop(
+    model: Ouro, params: OuroParams, tokens: jax.Array, length: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of every loop: mean cross-entropy (nats per token) and the share of tokens that are the model's first choice.
 
-    @jax.jit
-    def per_loop(params: OuroParams, tokens: jax.Array, segment: jax.Array) -> jax.Array:
-        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        depth = jnp.full_like(tokens, model.spec.trained_loops)
-        states = forward_states(model, params, tokens, position, segment, depth, dtype="bfloat16")
-        targets = jnp.roll(tokens, -1, axis=1)
-        inside = (segment[:, 1:] > 0).astype(jnp.float32)
-        ce = jnp.stack([token_cross_entropy(model.head(params, h), targets)[0] for h in states])
-        return jnp.sum(ce[:, :, :-1] * inside, axis=(1, 2)) / jnp.sum(inside)
+    tokens [N, T], length [N] -> two [U].
+    """
+    columns = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segment = (columns < length[:, None]).astype(jnp.int32)
+    depth = jnp.full_like(tokens, model.spec.trained_loops)
+    states = forward_states(model, params, tokens, columns, segment, depth, dtype="bfloat16")
+    targets = jnp.roll(tokens, -1, axis=1)
+    inside = segment[:, 1:].astype(jnp.float32)
+    found = [token_cross_entropy(model.head(params, h), targets) for h in states]
 
-    segment = np.arange(pieces.tokens.shape[1])[None, :] < pieces.length[:, None]
-    values = per_loop(params, jnp.asarray(pieces.tokens), jnp.asarray(segment.astype(np.int32)))
-    return [float(v) for v in values]
+    def mean(values: list[jax.Array]) -> jax.Array:
+        return jnp.sum(jnp.stack(values)[:, :, :-1] * inside, axis=(1, 2)) / jnp.sum(inside)
+
+    return mean([f[0] for f in found]), mean([f[1].astype(jnp.float32) for f in found])
+
+
+def english_references(shown: EnglishPieces, held: EnglishPieces, vocab_size: int) -> dict[str, float]:
+    """Cross-entropy of the held-out text under two guesses that read nothing: uniform, and the book's frequencies."""
+
+    def targets(pieces: EnglishPieces) -> np.ndarray:
+        columns = np.arange(pieces.tokens.shape[1])
+        return pieces.tokens[(columns >= 1) & (columns < pieces.length[:, None])]
+
+    counts = np.bincount(targets(shown), minlength=vocab_size) + 1.0  # add-one: no token is impossible
+    frequency = counts / counts.sum()
+    return {"uniform": math.log(vocab_size), "frequencies": float(-np.log(frequency[targets(held)]).mean())}
+
+
+def english_measures(model: Ouro, params: OuroParams, *, rows: int) -> dict[str, Any]:
+    """What the model knows of English: held-out entries, as many pieces it was trained on, and what it writes.
+
+    `rows`: those of the evaluator, whose compiled programs are used again.
+    """
+    tokenizer = build_tokenizer()
+    held, shown = EnglishPieces(256, validation=True), EnglishPieces(256)
+
+    def per_loop(tokens: np.ndarray, length: np.ndarray) -> dict[str, list[float]]:
+        ce, right = english_per_loop(model, params, jnp.asarray(tokens), jnp.asarray(length))
+        return {"cross_entropy": [float(v) for v in ce], "right": [float(v) for v in right]}
+
+    starts = np.flatnonzero(held.length > ENGLISH_GIVEN)[: min(ENGLISH_STARTS, rows)]
+    given = np.zeros((rows, PROMPT_WIDTH), np.int32)
+    given[: len(starts), :ENGLISH_GIVEN] = held.tokens[starts, :ENGLISH_GIVEN]
+    length, room = jnp.full((rows,), ENGLISH_GIVEN, jnp.int32), ANSWER_WIDTH + 1
+    depth = jnp.int32(model.spec.trained_loops)
+    prompts = prefill(model, params, jnp.asarray(given), length, room=room)
+    written, _ = decode(model, params, prompts, jnp.float32(1), jnp.int32(MIN_LOOPS), depth, depth, room=room)
+    n = len(held.length)
+    return {
+        "held_out_tokens": int(held.length.sum()),
+        "held_out": per_loop(held.tokens, held.length),
+        "trained_on": per_loop(shown.tokens[:n], shown.length[:n]),
+        **english_references(shown, held, model.spec.vocab_size),
+        "continuations": [
+            [tokenizer.decode(before[:ENGLISH_GIVEN].tolist()), tokenizer.decode(after[after != HOLE].tolist())]
+            for before, after in zip(given[: len(starts)], np.asarray(written), strict=False)
+        ],
+    }
+
+
+def _gain(outcome: Outcome, less: Outcome) -> dict[str, Any]:
+    """How much more is right than in `less`, paired."""
+    lost, low, high = paired_loss(outcome, less)
+    return {"gain": lost, "gain_interval": (low, high)}
 
 
 def _row(outcome: Outcome, data: HeldOut) -> dict[str, Any]:
@@ -238,9 +294,15 @@ def _row(outcome: Outcome, data: HeldOut) -> dict[str, Any]:
 
 
 def evaluate(
-    model_dir: Path, baseline_dir: Path | None, *, samples: int, validation_samples: int, rows: int, log: Log = print
+    model_dir: Path | None,
+    baseline_dir: Path | None,
+    *,
+    samples: int,
+    validation_samples: int,
+    rows: int,
+    log: Log = print,
 ) -> dict[str, Any]:
-    """All numbers of the model card."""
+    """All numbers of the model card; without `model_dir` of the model in the package."""
     begin = time.perf_counter()
     loaded = load_checkpoint(model_dir, dtype="bfloat16")
     model, params = loaded.model, loaded.params
@@ -261,11 +323,13 @@ def evaluate(
         "fixed": [],
         "thresholds": [],
     }
-    for loops in range(1, depth + 1):
-        outcome = evaluator.run(max_loops=loops)
+    outcomes = [evaluator.run(max_loops=loops) for loops in range(1, depth + 1)]
+    for loops, outcome in enumerate(outcomes, 1):
         result["fixed"].append({"loops": loops, **_row(outcome, test)})
+        if loops > 1:
+            result["fixed"][-1] |= _gain(outcome, outcomes[loops - 2])
         log(f"{loops} loops: {outcome.accuracy:.2%} exact")
-    full = outcome
+    full = outcomes[-1]
     for threshold in sorted({*THRESHOLDS, round(model.spec.exit_threshold, 4)}):
         outcome = evaluator.run(threshold=threshold)
         loss, low, high = paired_loss(full, outcome)
@@ -285,7 +349,15 @@ def evaluate(
         "tried": tried,
     }
     result["shipped_threshold"] = model.spec.exit_threshold
-    result["english_ce"] = english_cross_entropy(model, params)
+    few = held_out_set(min(SMALL_SAMPLES, samples), TEST_CLASS, small=True)
+    checker = Evaluator(model, params, few, rows=rows)
+    result["small"] = {
+        "samples": len(few.length),
+        "fixed": [{"loops": n, **_row(checker.run(max_loops=n), few)} for n in range(1, depth + 1)],
+    }
+    log("few items: " + ", ".join(f"{row['loops']} loops {row['accuracy']:.2%}" for row in result["small"]["fixed"]))
+    result["english"] = english_measures(evaluator.model, params, rows=rows)
+    log(f"english: {json.dumps(result['english'])}")
     if baseline_dir is not None:
         base = load_checkpoint(baseline_dir, dtype="bfloat16")
         assert isinstance(base.model, Ouro)
@@ -293,8 +365,7 @@ def evaluate(
         result["baseline"] = {
             "parameters": sum(int(a.size) for a in jax.tree.leaves(base.params)),
             "loops": base.model.spec.trained_loops,
-            "english_ce": english_cross_entropy(base.model, base.params),
-            "gain": full.accuracy - one.accuracy,
+            **_gain(full, one),
             **_row(one, test),
         }
         log(f"separately trained with one loop: {one.accuracy:.2%} exact")
@@ -318,16 +389,27 @@ def _claims(result: dict[str, Any]) -> dict[str, bool]:
     return claims
 
 
+def _share(row: dict[str, Any]) -> str:
+    low, high = row["interval"]
+    return f"{row['accuracy']:.1%} ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def _points(value: float, interval: Sequence[float]) -> str:
+    return f"{100 * value:.2f} ({100 * interval[0]:.2f} to {100 * interval[1]:.2f})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["", *("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))]
+
+
+def _task_table(rows: Sequence[tuple[str, dict[str, Any]]], tasks: Sequence[str]) -> list[str]:
+    """Accuracy of every setting, all tasks together and each."""
+    cells = [[name, _share(row), *(_share(row["tasks"][task]) for task in tasks)] for name, row in rows]
+    return _table(["loops", "all", *tasks], cells)
+
+
 def model_card(result: dict[str, Any], training: dict[str, Any] | None) -> str:
-    """The measured part of the model card, as markdown."""
-
-    def share(row: dict[str, Any]) -> str:
-        low, high = row["interval"]
-        return f"{row['accuracy']:.1%} ({low:.1%}–{high:.1%})"
-
-    tasks = result["tasks"]
-    base = result.get("baseline")
-    head = ["loops", "all", *tasks]
+    """The model card as markdown, from the two records of a run alone."""
     lines = [
         "# The bundled model",
         "",
@@ -338,116 +420,172 @@ def model_card(result: dict[str, Any], training: dict[str, Any] | None) -> str:
         "## Prompts it knows, and the right answers",
         "",
         *(f"    {prompt}`{answer}`".replace("`", "   ->  `", 1) for prompt, answer in EXAMPLES.items()),
+        *_recipe(result, training),
+        *measured(result),
+        *_english(result, training),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _recipe(result: dict[str, Any], training: dict[str, Any] | None) -> list[str]:
+    lines = [
         "",
         "## Data, recipe, command",
         "",
         "Tasks are generated on the fly (`rlt_jax/train/tasks.py`), with difficulty drawn per sample and per item; "
         "prompts are split into training, validation and test by a hash of their tokens, so held-out prompts never "
-        "occur in training. English: *The Devil's Dictionary* (public domain, `rlt_jax/train/data/NOTICE.md`). Stage I "
-        "minimises the expected cross-entropy over exit depths minus an entropy term; stage II freezes the language "
-        "model and trains the exit gate alone. In stage I a third of the samples have random exit depths, so that the "
-        "model learns with the KV cache that early exits leave. That cache is the layout `last_exited`; under "
-        "`shared`, which it never saw in training, the model answers nonsense at every depth.",
-        "",
+        f"occur in training. {SMALL_SHARE:.0%} of the training samples have few items. English: *The Devil's "
+        "Dictionary* (public domain, `rlt_jax/train/data/NOTICE.md`). Stage I minimises the expected cross-entropy "
+        "over exit depths minus an entropy term; stage II freezes the language model and trains the exit gate alone. "
+        "In stage I a third of the samples have random exit depths, so that the model learns with the KV cache that "
+        "early exits leave. That cache is the layout `last_exited`; under `shared`, which it never saw in training, "
+        "the model answers nonsense at every depth.",
     ]
-    if training:
-        lines += [
-            f"Command: `{training['command']}`",
-            "",
-            f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens on {training['device']}; "
-            f"stage I {training['stage1_seconds']:.0f} s, stage II {training['stage2_seconds']:.0f} s, with "
-            f"compilation. Gate shipped: `{training['gate']}` (chosen on the validation set), threshold "
-            f"{result['shipped_threshold']:g}.",
-            "",
-        ]
-        if training.get("gate_reason"):
-            lines += [training["gate_reason"], ""]
+    if training is None:
+        return lines
     lines += [
+        "",
+        f"Command: `{training['command']}`",
+        "",
+        f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens on {training['device']}, computed in "
+        f"{training['dtype']}; stage I {training['stage1_seconds']:.0f} s, stage II {training['stage2_seconds']:.0f} "
+        f"s, with compilation. Gate shipped: `{training['gate']}` (chosen on the validation set), threshold "
+        f"{result['shipped_threshold']:g}.",
+    ]
+    if "baseline_seconds" in training:
+        lines[-1] += f" The same command trains the one-loop model, in {training['baseline_seconds']:.0f} s."
+    if training.get("gate_reason"):
+        lines += ["", training["gate_reason"]]
+    return lines
+
+
+def measured(result: dict[str, Any]) -> list[str]:
+    """The tables of the tasks."""
+    tasks, base, depth = result["tasks"], result.get("baseline"), result["trained_loops"]
+    by_loops = [(str(row["loops"]), row) for row in result["fixed"]]
+    with_base = [*by_loops, ("1, trained with one loop", base)] if base else by_loops
+    lines = [
+        "",
         "## Measured",
         "",
         f"{result['samples']:,} held-out samples ({result['samples_per_task']} per task), the same for every row; "
-        f"exact match of the whole answer, greedy, BF16, on {result['environment']['device']}; 95 % Wilson "
-        "intervals for all tasks together. `python -m rlt_jax.train.evaluate` reproduces the tables.",
+        f"exact match of the whole answer, greedy, BF16, on {result['environment']['device']}. In brackets 95 % "
+        "intervals: Wilson for shares, normal and paired for differences. `python -m rlt_jax.train.evaluate` "
+        "reproduces the tables from the files of the package.",
         "",
         "Prompt and decode at a fixed number of loops:",
+        *_task_table(with_base, tasks),
         "",
-        "| " + " | ".join(head) + " |",
-        "|" + " --- |" * len(head),
+        "Points gained by each loop: "
+        + "; ".join(f"{row['loops']}: {_points(row['gain'], row['gain_interval'])}" for row in result["fixed"][1:])
+        + ".",
     ]
-
-    def line(name: str, row: dict[str, Any]) -> str:
-        return f"| {name} | {share(row)} | " + " | ".join(f"{row['tasks'][t]['accuracy']:.1%}" for t in tasks) + " |"
-
-    lines += [line(str(row["loops"]), row) for row in result["fixed"]]
     if base:
-        lines.append(line("1, trained with one loop", base))
         lines += [
             "",
             f"The last row is a separately trained one-loop model of equal parameters ({base['parameters']:,}), data "
-            f"and steps. Four loops are {100 * base['gain']:.1f} points above it.",
+            f"and steps. {depth} loops are {_points(base['gain'], base['gain_interval'])} points above it. Its weights "
+            "do not ship: the command above trains it again (`DIR/baseline`), and `python -m rlt_jax.train.evaluate "
+            "--baseline DIR/baseline` measures it.",
         ]
     for task, unit in DEEP_TASKS.items():
         levels = list(result["fixed"][0]["tasks"].get(task, {}).get("by_level", {}))
-        if not levels:
-            continue
-        lines += [
-            "",
-            f"`{task}` by difficulty (the most {unit} any item of the sample may need):",
-            "",
-            f"| loops | {' | '.join(str(n) for n in levels)} |",
-            "|" + " --- |" * (len(levels) + 1),
-        ]
-        rows = [(str(row["loops"]), row) for row in result["fixed"]]
-        rows += [("1, trained with one loop", base)] if base else []
-        for name, row in rows:
+        rows = []
+        for name, row in with_base:
             found = row["tasks"][task]["by_level"]
-            lines.append(f"| {name} | " + " | ".join(f"{found[n]:.0%}" if n in found else "" for n in levels) + " |")
+            rows.append([name, *(f"{found[n]:.0%}" if n in found else "" for n in levels)])
+        lines += ["", f"`{task}` by difficulty (the most {unit} any item of the sample may need):"]
+        lines += _table(["loops", *(str(n) for n in levels)], rows)
+    small = result["small"]
     lines += [
         "",
-        f"Early exit (prompt at {result['trained_loops']} loops, min_loops {result['min_loops']}); loops are the mean "
-        "over outputs 2..n; lost is paired with full depth:",
+        f"Few items (lists of 1 to 7, 1 to 3 results), {small['samples']:,} held-out samples that are not part of the "
+        "mix above:",
+        *_task_table([(str(row["loops"]), row) for row in small["fixed"]], tasks),
         "",
-        "| threshold | all | mean loops | loops saved | points lost (95 %) |",
-        "| --- | --- | --- | --- | --- |",
+        f"Early exit (prompt at {depth} loops, min_loops {result['min_loops']}); loops are the mean over outputs "
+        "2..n; lost is paired with full depth:",
     ]
+    rows = []
     for row in result["thresholds"]:
-        low, high = row["lost_interval"]
         mark = " (shipped)" if row["threshold"] == round(result["shipped_threshold"], 4) else ""
-        lines.append(
-            f"| {row['threshold']:g}{mark} | {share(row)} | {row['mean_loops']:.2f} | {row['saved']:.1%} | "
-            f"{100 * row['lost']:.2f} ({100 * low:.2f} to {100 * high:.2f}) |"
+        lost = _points(row["lost"], row["lost_interval"])
+        rows.append(
+            [f"{row['threshold']:g}{mark}", _share(row), f"{row['mean_loops']:.2f}", f"{row['saved']:.1%}", lost]
         )
+    if base:
+        rows.append(
+            [
+                "any, trained with one loop",
+                _share(base),
+                f"{base['mean_loops']:.2f}",
+                "",
+                _points(base["gain"], base["gain_interval"]),
+            ]
+        )
+    lines += _table(["threshold", "all", "mean loops", "loops saved", "points lost"], rows)
     check = result["validation"]
     lines += [
         "",
         f"The threshold was chosen on {check['samples']:,} other samples (validation): {check['threshold']:g} saves "
         f"{check['saved']:.1%} of loops there for {100 * check['lost']:.2f} points.",
         "",
-        "English, cross-entropy of held-out entries in nats per token after loops 1 to "
-        f"{result['trained_loops']}: {', '.join(f'{v:.2f}' for v in result['english_ce'])}"
-        + (f"; the one-loop model {base['english_ce'][0]:.2f}." if base else "."),
-        *_english_verdict(result),
-        "",
+        "What this model is for, as measured: "
+        + "; ".join(f"{claim}: {'yes' if holds else 'NO'}" for claim, holds in result["claims"].items())
+        + ".",
     ]
-    return "\n".join(lines)
+    return lines
 
 
-def _english_verdict(result: dict[str, Any]) -> list[str]:
-    """A sentence that keeps the reader from expecting English of a model that only memorised some."""
-    uniform = math.log(result["vocab_size"])
-    best = min(result["english_ce"])
-    if best < uniform:
-        return []
+def _english(result: dict[str, Any], training: dict[str, Any] | None) -> list[str]:
+    """What the model can and cannot do in English, decided by the numbers."""
+    english = result["english"]
+    held, shown = english["held_out"], english["trained_on"]
+    full = held["cross_entropy"][-1]
+    cells = [
+        [str(n + 1), f"{held['cross_entropy'][n]:.2f}", f"{held['right'][n]:.1%}", f"{shown['cross_entropy'][n]:.2f}"]
+        for n in range(result["trained_loops"])
+    ]
+    if full >= english["uniform"]:
+        verdict = "that is worse than guessing among the entries of the vocabulary: it knows no English at all"
+    elif full >= english["frequencies"]:
+        verdict = "that is no better than knowing how often each token occurs: it knows no English to speak of"
+    else:
+        verdict = (
+            f"that is {english['frequencies'] - full:.2f} nats better than knowing how often each token occurs: it has "
+            "picked up how tokens follow each other"
+        )
+    if shown["cross_entropy"][-1] < full - 1:
+        verdict += ", and it knows the entries it was shown far better than others: it has learned them by heart"
+    text = []
+    if training and "english" in training:
+        text = [
+            f"The {training['english']['tokens']:,} tokens of the book's training part were shown "
+            f"{training['english']['epochs']:.3g} times ({training['english']['share']:.2%} of all tokens): more "
+            "repetitions of so small a book are learned by heart and teach nothing about other text.",
+            "",
+        ]
     return [
         "",
-        f"That is worse than guessing among the {result['vocab_size']:,} entries of its vocabulary ({uniform:.2f}): "
-        "the model has memorised the book's entries that it was shown and writes no sensible English of its own.",
+        "## English",
+        "",
+        *text,
+        f"Held-out entries ({english['held_out_tokens']:,} tokens), cross-entropy in nats per token and how often the "
+        "next token is the first choice; the last column is a part of the training text of equally many pieces:",
+        *_table(["loops", "held out", "first choice", "trained on"], cells),
+        "",
+        f"Guessing uniformly: {english['uniform']:.2f}; the book's token frequencies: {english['frequencies']:.2f}. "
+        f"At full depth {verdict}. It is not a model to write or read English with. Held-out entries, and how it goes "
+        "on at full depth:",
+        "",
+        *(f"    {json.dumps(given)}  ->  {json.dumps(written)}" for given, written in english["continuations"]),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rlt_jax.train.evaluate", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--model", type=Path, help="model directory (default: the one in the package)")
     parser.add_argument("--baseline", type=Path, help="directory of the one-loop model to compare with")
     parser.add_argument("--samples", type=int, default=4800, help="held-out test samples (default 4800)")
     parser.add_argument("--validation-samples", type=int, default=2400, help="for the threshold (default 2400)")
@@ -472,6 +610,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.card:
         args.card.write_text(model_card(result, training), encoding="utf-8")
+    else:
+        print("\n".join(measured(result)))
     return 0
 
 

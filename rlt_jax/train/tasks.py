@@ -10,7 +10,9 @@
 `chain` gives a mapping that is one cycle over its letters, in shuffled order, and asks several (letter, hops) queries;
 the answer repeats each queried letter and then says where that many hops lead.  Difficulty is drawn per sample (the
 most hops or operations any of its items may need) and then per item, so one answer mixes tokens that need one loop
-with tokens that need all of them.  Everything after `=` is the answer; it has at least 8 tokens, then end of text.
+with tokens that need all of them.  Everything after `=` is the answer, then end of text.  The answers that the model is
+judged by have at least 8 tokens; training also draws small samples (lists of 1 to 7, few items), so that a short prompt
+is not a foreign one.
 """
 
 from __future__ import annotations
@@ -117,17 +119,24 @@ def _cut(values: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.where(keep.reshape(keep.shape + (1,) * (values.ndim - 2)), values, HOLE)
 
 
+def _counts(rng: np.random.Generator, usual: tuple[int, int], few: tuple[int, int], small: np.ndarray) -> np.ndarray:
+    """Items of each sample, from the range `usual`, or `few` where small [N]; both ranges with their last number."""
+    return np.where(
+        small, rng.integers(few[0], few[1] + 1, len(small)), rng.integers(usual[0], usual[1] + 1, len(small))
+    )
+
+
 def _distinct_letters(rng: np.random.Generator, n: int, width: int) -> np.ndarray:
     return np.argsort(rng.random((n, 26), np.float32), axis=1)[:, :width].astype(np.int32)
 
 
-def _sequence(s: Symbols, rng: np.random.Generator, n: int, word: str) -> Samples:
+def _sequence(s: Symbols, rng: np.random.Generator, small: np.ndarray, word: str) -> Samples:
+    n, most = len(small), 13 if word == "sort" else 16
     if word == "sort":
-        items = _distinct_letters(rng, n, 13)
-        count = rng.integers(8, 14, n)
+        items = _distinct_letters(rng, n, most)
     else:
-        items = rng.integers(0, 26, (n, 16)).astype(np.int32)
-        count = rng.integers(8, 17, n)
+        items = rng.integers(0, 26, (n, most)).astype(np.int32)
+    count = _counts(rng, (8, most), (1, 7), small)
     items = _cut(items, count)
     if word == "copy":
         answer = items
@@ -143,9 +152,10 @@ def _sequence(s: Symbols, rng: np.random.Generator, n: int, word: str) -> Sample
     return _assemble(s, word, ids(items), ids(answer), count, gap=True)
 
 
-def _close(s: Symbols, rng: np.random.Generator, n: int) -> Samples:
+def _close(s: Symbols, rng: np.random.Generator, small: np.ndarray) -> Samples:
     """Brackets: a stack machine run on all rows at once; `closed` pairs are opened and closed again on the way."""
-    still_open = rng.integers(8, 13, n)
+    n = len(small)
+    still_open = _counts(rng, (8, 12), (1, 7), small)
     closed = rng.integers(0, 9, n)
     width = 12 + 2 * 8
     prompt = np.full((n, width), HOLE, np.int32)
@@ -179,13 +189,14 @@ def _levels(rng: np.random.Generator, n: int, most: int, easy: float) -> np.ndar
     return np.where(rng.random(n) < easy, rng.integers(1, 3, n), level)
 
 
-def _calc(s: Symbols, rng: np.random.Generator, n: int, easy: float) -> Samples:
-    items, width = 7, MAX_OPERATIONS
-    count = rng.integers(4, items + 1, n)
+def _calc(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float) -> Samples:
+    n, items, width = len(small), 7, MAX_OPERATIONS
+    count = _counts(rng, (4, items), (1, 3), small)
     level = _levels(rng, n, MAX_OPERATIONS, easy)
     count = np.minimum(count, np.where(level > 3, 5, items))
     names = _distinct_letters(rng, n, items)
-    operations = rng.integers(1, level[:, None] + 1, (n, items))
+    fewest = np.where(small, 0, 1)  # a small sample may ask for a number as it stands
+    operations = rng.integers(fewest[:, None], level[:, None] + 1, (n, items))
     first = rng.integers(0, 10, (n, items))
     operator = rng.integers(0, 3, (n, items, width))
     operand = rng.integers(0, 10, (n, items, width))
@@ -209,11 +220,11 @@ def _calc(s: Symbols, rng: np.random.Generator, n: int, easy: float) -> Samples:
     return _assemble(s, "calc", prompt.reshape(n, -1), answer.reshape(n, -1), level, gap=True)
 
 
-def _chain(s: Symbols, rng: np.random.Generator, n: int, easy: float) -> Samples:
-    letters, queries = 10, 8
-    size = rng.integers(MAX_HOPS + 1, letters + 1, n)  # longer than MAX_HOPS, so no query comes back to its start
-    count = np.minimum(rng.integers(4, queries + 1, n), size)
-    level = _levels(rng, n, MAX_HOPS, easy)
+def _chain(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float) -> Samples:
+    n, letters, queries = len(small), 10, 8
+    size = _counts(rng, (MAX_HOPS + 1, letters), (2, MAX_HOPS), small)
+    count = np.minimum(_counts(rng, (4, queries), (1, 3), small), size)
+    level = np.minimum(_levels(rng, n, MAX_HOPS, easy), size - 1)  # so no query comes back to its start
     cycle = _distinct_letters(rng, n, letters)
     index = np.arange(letters)[None, :]
     following = np.take_along_axis(cycle, (index + 1) % size[:, None], axis=1)
@@ -231,11 +242,12 @@ def _chain(s: Symbols, rng: np.random.Generator, n: int, easy: float) -> Samples
     return _assemble(s, "chain", np.concatenate([table, asked], axis=1), answer, level, gap=True)
 
 
-GENERATORS: dict[str, Callable[[Symbols, np.random.Generator, int, float], Samples]] = {
-    "copy": lambda s, rng, n, easy: _sequence(s, rng, n, "copy"),
-    "reverse": lambda s, rng, n, easy: _sequence(s, rng, n, "reverse"),
-    "sort": lambda s, rng, n, easy: _sequence(s, rng, n, "sort"),
-    "close": lambda s, rng, n, easy: _close(s, rng, n),
+# name -> generator(symbols, rng, small [N] bool: which samples are small, easy: share of them at the lowest levels)
+GENERATORS: dict[str, Callable[[Symbols, np.random.Generator, np.ndarray, float], Samples]] = {
+    "copy": lambda s, rng, small, easy: _sequence(s, rng, small, "copy"),
+    "reverse": lambda s, rng, small, easy: _sequence(s, rng, small, "reverse"),
+    "sort": lambda s, rng, small, easy: _sequence(s, rng, small, "sort"),
+    "close": lambda s, rng, small, easy: _close(s, rng, small),
     "calc": _calc,
     "chain": _chain,
 }
@@ -251,16 +263,20 @@ def hash_class(samples: Samples) -> np.ndarray:
     return ((state >> np.uint64(17)) % np.uint64(SPLIT_CLASSES)).astype(np.int32)
 
 
-def draw(s: Symbols, task: str, rng: np.random.Generator, n: int, *, easy: float = 0.0) -> Samples:
-    """About n training samples, a share `easy` of calc and chain at the lowest levels; held-out classes are dropped."""
-    samples = GENERATORS[task](s, rng, n, easy)
+def draw(s: Symbols, task: str, rng: np.random.Generator, n: int, *, easy: float = 0.0, small: float = 0.0) -> Samples:
+    """About n training samples; held-out classes are dropped.
+
+    A share `easy` of calc and chain is drawn at the lowest levels, a share `small` of all tasks with few items.
+    """
+    samples = GENERATORS[task](s, rng, rng.random(n) < small, easy)
     return samples.take(hash_class(samples) > VALIDATION_CLASS)
 
 
-def held_out(s: Symbols, task: str, n: int, *, split_class: int, seed: int) -> Samples:
-    """Exactly n distinct samples of a held-out class; the same for every caller with the same arguments."""
+def held_out(s: Symbols, task: str, n: int, *, split_class: int, seed: int, small: bool = False) -> Samples:
+    """Exactly n distinct samples of a held-out class, all usual or all small; the same for the same arguments."""
     rng = np.random.default_rng([seed, split_class, sorted(GENERATORS).index(task)])
-    found = GENERATORS[task](s, rng, (2 * n + 40) * SPLIT_CLASSES, 0.0)  # twice what is expected to be enough
+    drawn = (2 * n + 40) * SPLIT_CLASSES  # twice what is expected to be enough
+    found = GENERATORS[task](s, rng, np.full(drawn, small), 0.0)
     found = found.take(hash_class(found) == split_class)
     prompts = np.where(np.arange(found.tokens.shape[1])[None, :] < found.prompt[:, None], found.tokens, HOLE)
     _, first = np.unique(prompts, axis=0, return_index=True)

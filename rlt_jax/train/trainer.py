@@ -39,7 +39,7 @@ class TrainConfig:
     Attributes:
         seed: of the weights and the data.
         learning_rate: peak; linear warm-up, then cosine to zero at the last step.
-        warmup: steps of warm-up; with a time budget also the steps in which speed is measured.
+        warmup: steps of warm-up.
         weight_decay: on matrices other than the embedding.
         beta: entropy weight in the first and the second half of stage I.
         compute_dtype: of activations and of the weights in matmuls; the master weights are float32.
@@ -87,7 +87,7 @@ def _optimizer(config: TrainConfig, params: OuroParams) -> optax.GradientTransfo
 
 
 def learning_rate(config: TrainConfig, step: jax.Array, total: jax.Array) -> jax.Array:
-    """Linear warm-up to the peak, cosine to zero at `total` (traced, so that a time budget can set it late)."""
+    """Linear warm-up to the peak, cosine to zero at `total` (traced: one compiled program for runs of any length)."""
     at = step.astype(jnp.float32)
     warm = (at + 1) / config.warmup
     span = jnp.maximum(total.astype(jnp.float32) - config.warmup, 1.0)
@@ -118,7 +118,6 @@ def _stage1_step(
         loss = jnp.sum(loss * weight) / jnp.sum(weight)
         full = exit_depth == model.spec.trained_loops
         answers = ((batch[3] == ANSWER_WEIGHT) & full).astype(jnp.float32)
-        english = ((batch[3] == 1) & full).astype(jnp.float32)
 
         def mean(x: jax.Array, over: jax.Array) -> jax.Array:
             return jnp.sum(x * over, axis=(-2, -1)) / jnp.maximum(jnp.sum(over), 1.0)
@@ -128,7 +127,6 @@ def _stage1_step(
             "loss": loss,
             "answer_ce": mean(cross_entropy, answers),
             "answer_right": mean(right.astype(jnp.float32), answers),
-            "english_ce": mean(cross_entropy, english),
             "mean_loop": mean(jnp.sum(p * loop, axis=0), answers),
         }
 
@@ -213,73 +211,46 @@ def _on_device(chunk: Chunk) -> Batch:
     return jax.device_put(chunk.arrays())
 
 
-def _row(values: jax.Array, digits: int = 3) -> str:
-    return "/".join(f"{float(v):.{digits}f}" for v in values)
+def _row(values: jax.Array) -> str:
+    return "/".join(f"{float(v):.3f}" for v in values)
 
 
-def train_stage1(
-    model: Ouro,
-    config: TrainConfig,
-    data: DataSpec,
-    *,
-    steps: int | None,
-    seconds: float | None = None,
-    threads: int = 2,
-    log: Log = print,
-) -> tuple[OuroParams, int]:
-    """Stage I from scratch; returns the float32 parameters and the number of steps run.
-
-    Args:
-        steps: optimizer steps, rounded up to whole chunks.  None: as many as fit in `seconds`, fixed once at the end
-            of the warm-up from the speed measured there and logged, so that the run can be repeated with `steps`.
-        seconds: time budget of stage I without compilation; used when `steps` is None.
-    """
-    if (steps is None) == (seconds is None):
-        raise ValueError(f"give either steps or seconds, found {steps=}, {seconds=}")
+def train_stage1(model: Ouro, config: TrainConfig, data: DataSpec, *, threads: int = 2, log: Log = print) -> OuroParams:
+    """Stage I from scratch, `data.chunks` chunks of it; returns the float32 parameters."""
     params = init_params(model, config.seed)
     log(f"stage I: {count_parameters(params):,} parameters, {model.spec.trained_loops} loops, {data=}")
     state = TrainState(params, _optimizer(config, params).init(params), jnp.zeros((), jnp.int32))
     chunks = stream(data, config.seed, threads=threads)
-    total = None if steps is None else -(-steps // data.steps) * data.steps
+    total = data.chunks * data.chunk_steps
     begin = time.perf_counter()
-    first = _on_device(next(chunks))
-    unknown = 1 << 30  # before the total is known the schedule is in its warm-up, which does not depend on it
-    state, metrics = stage1_chunk(model, config, jnp.int32(total or unknown), state, first)
+    state, metrics = stage1_chunk(model, config, jnp.int32(total), state, _on_device(next(chunks)))
     jax.block_until_ready(state)
-    log(f"first {data.steps} steps with compilation: {time.perf_counter() - begin:.1f} s")
+    log(f"first {data.chunk_steps} steps with compilation: {time.perf_counter() - begin:.1f} s")
 
     begin = last_log = time.perf_counter()
-    done, skipped, pending = data.steps, 0, metrics
-    while total is None or done < total:
-        batch = _on_device(next(chunks))
-        state, metrics = stage1_chunk(model, config, jnp.int32(total or unknown), state, batch)
-        done += data.steps
+    skipped, pending = 0, metrics
+    for done in range(2 * data.chunk_steps, total + 1, data.chunk_steps):
+        state, metrics = stage1_chunk(model, config, jnp.int32(total), state, _on_device(next(chunks)))
         skipped += int(pending["skipped"])  # waits for the dispatch before the last: two stay in flight at most
         now = time.perf_counter()
-        speed = (done - 2 * data.steps) / max(now - begin, 1e-9)  # steps known to be complete since `begin`
-        if total is None and seconds is not None and done >= config.warmup:
-            jax.block_until_ready(state)
-            speed = (done - data.steps) / (time.perf_counter() - begin)
-            total = max(done, int(seconds * speed) // data.steps * data.steps)
-            log(f"{speed:.2f} steps/s: --steps {total} fits in {seconds:.0f} s")
+        speed = (done - 2 * data.chunk_steps) / max(now - begin, 1e-9)  # steps known to be complete since `begin`
         if now - last_log > 10 or done == total:
             last_log = now
             shown = jax.device_get(pending)
-            eta = "" if total is None else f", eta {(total - done) / max(speed, 1e-9):.0f} s"
             log(
                 f"step {done}: loss {float(shown['loss']):.3f}, answers ce {_row(shown['answer_ce'])} "
-                f"right {_row(shown['answer_right'])}, english ce {_row(shown['english_ce'], 2)}, "
-                f"mean loop {float(shown['mean_loop']):.2f}, gradient {float(shown['gradient_norm']):.2f}, "
-                f"skipped {skipped}, {speed * data.rows * data.seq_len / 1e3:.0f}k tokens/s{eta}"
+                f"right {_row(shown['answer_right'])}, mean loop {float(shown['mean_loop']):.2f}, "
+                f"gradient {float(shown['gradient_norm']):.2f}, skipped {skipped}, "
+                f"{speed * data.rows * data.seq_len / 1e3:.0f}k tokens/s, eta {(total - done) / max(speed, 1e-9):.0f} s"
             )
         pending = metrics
     chunks.close()
     shown = jax.device_get(metrics)
     log(
-        f"stage I done: {done} steps in {time.perf_counter() - begin:.0f} s; answers ce {_row(shown['answer_ce'])} "
-        f"right {_row(shown['answer_right'])}, english ce {_row(shown['english_ce'], 2)}"
+        f"stage I done: {total} steps in {time.perf_counter() - begin:.0f} s; answers ce {_row(shown['answer_ce'])} "
+        f"right {_row(shown['answer_right'])}"
     )
-    return state.params, done
+    return state.params
 
 
 def train_stage2(
@@ -295,7 +266,7 @@ def train_stage2(
     # data of its own, from beyond the curriculum
     chunks = stream(data, config.seed + 1_000_003, threads=threads, start=EASY_STEPS)
     begin = last_log = time.perf_counter()
-    for done in range(data.steps, config.gate_steps + data.steps, data.steps):
+    for done in range(data.chunk_steps, config.gate_steps + data.chunk_steps, data.chunk_steps):
         carry, losses = stage2_chunk(model, config, params, carry, _on_device(next(chunks)))
         if time.perf_counter() - last_log > 5 or done >= config.gate_steps:
             last_log = time.perf_counter()

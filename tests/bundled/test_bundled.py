@@ -44,6 +44,20 @@ def test_every_task_is_answered_at_full_depth(llm):
         assert set(result.exit_depths) == {4}
 
 
+def test_short_prompts_are_answered(llm):
+    """What a newcomer types first has two or three items."""
+    answers = {
+        "copy: q d =": " q d",
+        "reverse: x y z =": " z y x",
+        "sort: c a b =": " a b c",
+        "close:([=": "])",
+        "calc: a:3+5; =": " a8",
+        "chain: d k, k a, a d; d2 =": " d a",
+    }
+    full = SamplingParams(max_tokens=32, exit_policy="fixed")
+    assert [r.text for r in llm.generate(list(answers), full)] == list(answers.values())
+
+
 def test_the_demo_prompts_save_loops_at_the_default_threshold(llm):
     prompts = json.loads((BUNDLED / "prompts.json").read_text())["demo"]
     assert len(prompts) == 3
@@ -67,9 +81,14 @@ def test_deep_chains_need_depth(llm):
 
 
 def test_the_card_states_the_recorded_evaluation():
-    evaluation = json.loads((RESULTS / "bundled-evaluation.json").read_text())
-    training = json.loads((RESULTS / "bundled-training.json").read_text())
+    (folder,) = RESULTS.glob("bundled-*/")
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    training = json.loads((folder / "training.json").read_text())
     assert (BUNDLED / "README.md").read_text() == model_card(evaluation, training)
+    assert evaluation["samples"] >= 4000
+    assert evaluation["environment"]["dtype"] == "bfloat16"
     accuracy = [row["accuracy"] for row in evaluation["fixed"]]
     assert np.all(np.diff(accuracy) > 0)
+    assert evaluation["baseline"]["parameters"] == evaluation["parameters"]
+    assert len(evaluation["claims"]) == 3
     assert all(evaluation["claims"].values())

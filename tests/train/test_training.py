@@ -26,7 +26,7 @@ from rlt_jax.train.tasks import HOLE, TEST_CLASS
 from rlt_jax.train.trainer import GATE_RULES, TrainConfig, learning_rate, train_stage1, train_stage2, with_gate
 
 SETTINGS = TrainConfig(compute_dtype="float32", warmup=10, gate_steps=6, learning_rate=4e-3)
-DATA = DataSpec(seq_len=112, rows=6, steps=6, tasks=("copy", "chain"))
+DATA = DataSpec(seq_len=112, rows=6, chunk_steps=6, steps=30, tasks=("copy", "chain"))
 
 
 def tiny(loops: int = 4) -> Ouro:
@@ -40,8 +40,7 @@ def trained() -> tuple[Ouro, OuroParams, list[str]]:
     """A few steps of stage I: enough for the loss to fall, not to solve anything."""
     log: list[str] = []
     model = tiny()
-    params, steps = train_stage1(model, SETTINGS, DATA, steps=30, threads=1, log=log.append)
-    assert steps == 30
+    params = train_stage1(model, SETTINGS, DATA, threads=1, log=log.append)
     return model, params, log
 
 
@@ -59,7 +58,7 @@ def test_stage1_lowers_the_loss_of_every_loop(trained: tuple[Ouro, OuroParams, l
 
 def test_stage1_is_reproducible(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
     model, params, _ = trained
-    again, _ = train_stage1(model, SETTINGS, DATA, steps=30, threads=2, log=lambda _: None)
+    again = train_stage1(model, SETTINGS, DATA, threads=2, log=lambda _: None)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -166,6 +165,9 @@ def test_the_command_trains_exports_and_evaluates(tmp_path: Path, capsys: pytest
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["gate"] in GATE_RULES
     assert "--steps 8" in record["command"]
+    assert "--baseline --evaluate" in record["command"]
+    assert record["baseline_seconds"] > 0
+    assert 0 < record["english"]["epochs"] < 4
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert [row["loops"] for row in result["fixed"]] == [1, 2, 3, 4]
     assert {0.1, 0.5, 1.0} <= {row["threshold"] for row in result["thresholds"]}
@@ -173,7 +175,14 @@ def test_the_command_trains_exports_and_evaluates(tmp_path: Path, capsys: pytest
     card = (tmp_path / "model" / "README.md").read_text()
     assert "| 4 |" in card
     assert "1, trained with one loop" in card
-    assert "tokens/s" in capsys.readouterr().out
+    assert card == command.model_card(result, record), "the card comes from the two records alone"
+    assert 6 < min(result["english"]["held_out"]["cross_entropy"]) < 8, "untrained: near log(1024)"
+    assert 5 < result["english"]["frequencies"] < result["english"]["uniform"]
+    assert len(result["small"]["fixed"]) == 4
+    log = (tmp_path / "train.log").read_text()
+    assert "tokens/s" in log
+    assert log == capsys.readouterr().out
+    assert load_checkpoint(tmp_path / "baseline", dtype="bfloat16").model.spec.trained_loops == 1
 
 
 def test_the_bundled_size_fits_its_limits() -> None:
@@ -188,7 +197,6 @@ def test_the_bundled_size_fits_its_limits() -> None:
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps must be >= 1, found 0"),
-        (["--seconds", "-1"], "--seconds must be > 0, found -1"),
         (["--seq-len", "10"], "--seq-len must be in [112, 1024]"),
         (["--tasks", "copy,dance"], "--tasks: unknown dance"),
         (["--seed", "-1"], "--seed must be >= 0"),
