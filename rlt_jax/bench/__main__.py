@@ -95,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     through.add_argument("--clients", type=_numbers, default=[1, 8], help="comma-separated counts of streams")
     through.add_argument("--prompt", type=_number, default=64, help="tokens in")
     through.add_argument("--outputs", type=_numbers, default=[64], help="tokens out, at most 128 with a trace")
+    through.add_argument("--tick", action="store_true", help="also measure the tick on each engine, as `tick` does")
     depths = "fixed: every token at full depth; trace: the committed depths, mean 2.5"
     through.add_argument("--depth", default="both", choices=("fixed", "trace", "both"), help=depths)
     first = add("first-token", "latency of a lone prompt's first token", served)
@@ -159,29 +160,35 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.command == "tick":
         for slots in args.slots:
             for context in args.context:
-                rows.add(measure.tick(loaded, slots, context, bandwidth, **settings))
+                outputs = measure.tick_outputs(loaded.model.spec.trained_loops, slots)
+                with measure.engine(loaded, slots=slots, prompt=context, outputs=outputs, **settings) as engine:
+                    rows.add(measure.tick(engine, context, bandwidth))
     elif args.command == "first-token":
         for prompt in args.prompt:
-            rows.add(measure.first_token(loaded, prompt, **settings))
+            with measure.engine(loaded, slots=1, prompt=prompt, outputs=16, **settings) as engine:
+                rows.add(measure.first_token(engine, prompt))
     else:
         choices: dict[str, list[throughput.Trace]] = {"fixed": [None], "trace": [trace], "both": [None, trace]}
         forms = throughput.FORMS if args.form == "all" else (args.form,)
         for clients in args.clients:
-            engine = measure.make_engine(loaded, slots=clients, positions=args.prompt + max(args.outputs), **settings)
-            measure.warm(engine, args.prompt, max(args.outputs))
-            prefill_ms = throughput.prefill_ms(engine, clients, args.prompt)
-            for outputs in args.outputs:
-                for row in throughput.rows(
-                    engine,
-                    clients=clients,
-                    prompt=args.prompt,
-                    outputs=outputs,
-                    forms=forms,
-                    depths=choices[args.depth],
-                    prefill_ms=prefill_ms,
-                ):
-                    rows.add(row)
-            engine.close()
+            outputs = max(args.outputs)
+            if args.tick:
+                outputs = max(outputs, measure.tick_outputs(loaded.model.spec.trained_loops, clients))
+            with measure.engine(loaded, slots=clients, prompt=args.prompt, outputs=outputs, **settings) as engine:
+                if args.tick:
+                    rows.add(measure.tick(engine, args.prompt, bandwidth))
+                prefill_ms = throughput.prefill_ms(engine, clients, args.prompt)
+                for outputs in args.outputs:
+                    for row in throughput.rows(
+                        engine,
+                        clients=clients,
+                        prompt=args.prompt,
+                        outputs=outputs,
+                        forms=forms,
+                        depths=choices[args.depth],
+                        prefill_ms=prefill_ms,
+                    ):
+                        rows.add(row)
     return {"environment": env, "model": loaded.name, "copy_tb_s": bandwidth, "rows": rows}
 
 

@@ -6,7 +6,9 @@ bandwidth is its floor.  Prefill is bound by arithmetic: 2 x core parameters x t
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,27 +25,31 @@ from rlt_jax.runtime.engine import LLMEngine
 WARM_UP = 1_000_000  # request numbers from here on belong to warm-up
 
 
-def make_engine(loaded: LoadedCheckpoint, *, slots: int, positions: int, **settings: Any) -> LLMEngine:
-    """An engine whose context is just what the workload needs, rounded up to pages.
+@contextlib.contextmanager
+def engine(loaded: LoadedCheckpoint, *, slots: int, prompt: int, outputs: int, **settings: Any) -> Iterator[LLMEngine]:
+    """A warm engine whose context is just what prompts and outputs of these lengths need, rounded up to pages.
 
     Raises:
         InvalidConfig: the KV pool that fits is too small for every slot at that context, so some would wait.
     """
     defaults = PLATFORM_DEFAULTS["gpu" if jax.default_backend() == "gpu" else "cpu"]
     page = settings.get("page_size") or defaults["page_size"]
-    context = -(-positions // page) * page
-    engine = LLMEngine(loaded, EngineConfig(slots=slots, max_context=context, dtype=loaded.dtype, **settings))
-    plan = engine.server_info()["memory_plan"]
-    if plan["pages"] < plan["useful_pages"]:
-        engine.close()
-        raise InvalidConfig(
-            f"{slots} slots at {context} positions need {plan['useful_pages']} KV pages, {plan['pages']} fit: "
-            "measure fewer slots or a shorter context"
-        )
-    return engine
+    context = -(-(prompt + outputs) // page) * page
+    built = LLMEngine(loaded, EngineConfig(slots=slots, max_context=context, dtype=loaded.dtype, **settings))
+    try:
+        plan = built.server_info()["memory_plan"]
+        if plan["pages"] < plan["useful_pages"]:
+            raise InvalidConfig(
+                f"{slots} slots at {context} positions need {plan['useful_pages']} KV pages, {plan['pages']} fit: "
+                "measure fewer slots or a shorter context"
+            )
+        _warm(built, prompt, outputs)
+        yield built
+    finally:
+        built.close()
 
 
-def warm(engine: LLMEngine, prompt: int, outputs: int) -> None:
+def _warm(engine: LLMEngine, prompt: int, outputs: int) -> None:
     """Run every program a few times: XLA captures its graphs on the second and third execution."""
     line = Timeline(engine)
     for i in range(3):
@@ -51,14 +57,19 @@ def warm(engine: LLMEngine, prompt: int, outputs: int) -> None:
         line.drain()
 
 
-def tick(loaded: LoadedCheckpoint, slots: int, context: int, copy_tb_s: float, **settings: Any) -> dict[str, Any]:
-    """Median time of one tick with every slot busy at fixed depth, from the gaps between rounds."""
+def tick_outputs(loops: int, slots: int) -> int:
+    """Outputs per request that keep every slot busy for about 160 ticks."""
+    return 160 // loops + 24 + slots // 8
+
+
+def tick(engine: LLMEngine, context: int, copy_tb_s: float) -> dict[str, Any]:
+    """Median time of one tick of a warm engine with every slot busy at fixed depth, from the gaps between rounds.
+
+    The engine must have room for `tick_outputs` beside the context.
+    """
+    loaded, slots = engine.loaded, engine.config.slots
     loops = loaded.model.spec.trained_loops
-    ticks_wanted = 160
-    outputs = ticks_wanted // loops + 24 + slots // 8
-    engine = make_engine(loaded, slots=slots, positions=context + outputs, **settings)
-    warm(engine, context, outputs)
-    requests = [prepare(engine, i, context, outputs, None) for i in range(slots)]
+    requests = [prepare(engine, i, context, tick_outputs(loops, slots), None) for i in range(slots)]
     line = Timeline(engine)
     with guarded():
         for request in requests:
@@ -72,7 +83,6 @@ def tick(loaded: LoadedCheckpoint, slots: int, context: int, copy_tb_s: float, *
     window = line.window(first, last)
     guards = line.guards()
     line.drain()
-    engine.close()
     row = {
         "op": "tick",
         "slots": slots,
@@ -101,10 +111,8 @@ def tick(loaded: LoadedCheckpoint, slots: int, context: int, copy_tb_s: float, *
     return refused({**row, **figures}, None, tuple(figures))
 
 
-def first_token(loaded: LoadedCheckpoint, prompt: int, repeats: int = 7, **settings: Any) -> dict[str, Any]:
-    """Time from add to the first output of a lone prompt, through the engine."""
-    engine = make_engine(loaded, slots=settings.pop("slots", 1), positions=prompt + 16, **settings)
-    warm(engine, prompt, 16)
+def first_token(engine: LLMEngine, prompt: int, repeats: int = 7) -> dict[str, Any]:
+    """Time from add to the first output of a lone prompt on a warm engine."""
     requests = [prepare(engine, i, prompt, 2, None) for i in range(repeats)]
     line = Timeline(engine)
     with guarded():
@@ -112,9 +120,9 @@ def first_token(loaded: LoadedCheckpoint, prompt: int, repeats: int = 7, **setti
             line.submit(request)
             line.drain()
     times = [line.samples[line.arrivals[name][0]].at - line.submitted[name] for name in line.submitted]
-    engine.close()
     row = {
         "op": "first_token",
+        "slots": engine.config.slots,
         "prompt": prompt,
         "kv_layout": engine.config.kv_layout.value,
         "prefill_chunk": engine.config.prefill_chunk,

@@ -34,6 +34,20 @@ class Bounds:
     prefill_ms: float  # of one prompt, in a burst; 0 where prompts have no program of their own
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Requests that were submitted, and how they went.  The steady and the peer form are two windows on one run."""
+
+    engine: LLMEngine
+    line: Timeline
+    clients: int
+    requests: int
+    prompt: int
+    outputs: int
+    trace: Trace
+    asked: dict[str, list[int]]  # exit depths by request id
+
+
 def rows(
     engine: LLMEngine,
     *,
@@ -44,37 +58,33 @@ def rows(
     depths: Sequence[Trace],
     prefill_ms: float,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one count of outputs, in the order of FORMS and `depths`.
+    """The rows of one count of outputs, depth by depth, each in the order of FORMS.
 
-    The steady form at fixed depth always runs, first: it gives the tick that the others are held against.
+    A run at fixed depth always comes first: its steady form gives the tick that the others are held against.
     """
 
-    def measure(form: str, trace: Trace, bounds: Bounds) -> dict[str, Any]:
-        return throughput(engine, form, clients, prompt, outputs, trace, bounds)
+    def run(trace: Trace, form: str) -> Run:
+        return execute(engine, clients, 2 * clients if form == "closed" else clients, prompt, outputs, trace)
 
-    reference = measure("steady", None, Bounds(full_tick_ms=None, prefill_ms=prefill_ms))
-    bounds = Bounds(full_tick_ms=reference.get("full_tick_ms"), prefill_ms=prefill_ms)
-    for form in forms:
-        fixed = None
-        for trace in depths:
-            row = reference if (form, trace) == ("steady", None) else measure(form, trace, bounds)
-            if trace is None:
-                fixed = row.get("tokens_per_second")
-            elif fixed and "tokens_per_second" in row:
-                row["over_fixed"] = row["tokens_per_second"] / fixed
+    reference = run(None, "steady")
+    full_tick = throughput(reference, "steady", Bounds(full_tick_ms=None, prefill_ms=prefill_ms)).get("full_tick_ms")
+    bounds = Bounds(full_tick_ms=full_tick, prefill_ms=prefill_ms)
+    fixed: dict[str, float] = {}
+    for trace in depths:
+        opened = None if set(forms) == {"closed"} else reference if trace is None else run(trace, "steady")
+        for form in forms:
+            measured = run(trace, form) if form == "closed" or opened is None else opened
+            row = throughput(measured, form, bounds)
+            rate = row.get("tokens_per_second")
+            if trace is None and rate:
+                fixed[form] = rate
+            elif rate and form in fixed:
+                row["over_fixed"] = rate / fixed[form]
             yield row
 
 
-def throughput(
-    engine: LLMEngine, form: str, clients: int, prompt: int, outputs: int, trace: Trace, bounds: Bounds
-) -> dict[str, Any]:
-    """One form, once, on a warm engine.
-
-    Names that begin with window_, and tokens, tokens_per_second and tick_ms, count in the form's window; wall_seconds,
-    ticks, the idle rows and the loops count from the first submission to the end.  A window that is empty or too short,
-    and work other than what was asked for, give a row without a rate and with the reason in "invalid".
-    """
-    total = 2 * clients if form == "closed" else clients
+def execute(engine: LLMEngine, clients: int, total: int, prompt: int, outputs: int, trace: Trace) -> Run:
+    """Send `total` requests through a warm engine, at most `clients` at once, until all have finished."""
     requests = [prepare(engine, i, prompt, outputs, trace) for i in range(total)]
     line, waiting = Timeline(engine), iter(requests)
     with guarded():
@@ -84,26 +94,48 @@ def throughput(
             for _ in line.step():
                 if (following := next(waiting, None)) is not None:
                     line.submit(following)
+    full = engine.loaded.model.spec.trained_loops
+    return Run(
+        engine=engine,
+        line=line,
+        clients=clients,
+        requests=total,
+        prompt=prompt,
+        outputs=outputs,
+        trace=trace,
+        asked={
+            f"bench-{i}": [full] * outputs if trace is None else trace[i % len(trace)][:outputs] for i in range(total)
+        },
+    )
+
+
+def throughput(run: Run, form: str, bounds: Bounds) -> dict[str, Any]:
+    """One form's row of a run.
+
+    Names that begin with window_, and tokens, tokens_per_second and tick_ms, count in the form's window; wall_seconds,
+    ticks, the idle rows and the loops count from the first submission to the end.  A window that is empty or too short,
+    and work other than what was asked for, give a row without a rate and with the reason in "invalid".
+    """
+    line, clients = run.line, run.clients
     end = len(line.samples) - 1
     first = 0 if form == "closed" else line.last_first_token()
     last = min(line.finished.values()) if form == "steady" else end
-    window, run = line.window(first, last), line.window(0, end)
-    full = engine.loaded.model.spec.trained_loops
-    asked = {f"bench-{i}": [full] * outputs if trace is None else trace[i % len(trace)][:outputs] for i in range(total)}
+    window, whole = line.window(first, last), line.window(0, end)
     decode_depths = [depth for depths in line.depths.values() for depth in depths[1:]]
     reason = _refusal(form, line, window, first)
-    if line.depths != asked:
-        wrong = sum(line.depths.get(name) != depths for name, depths in asked.items())
-        reason = f"{wrong} of {total} requests did not get the exit depths they asked for"
+    if line.depths != run.asked:
+        wrong = sum(line.depths.get(name) != depths for name, depths in run.asked.items())
+        reason = f"{wrong} of {run.requests} requests did not get the exit depths they asked for"
+    full = float(run.engine.loaded.model.spec.trained_loops)
     row: dict[str, Any] = {
         "op": "throughput",
         "form": form,
-        "depth": "fixed" if trace is None else "trace",
+        "depth": "fixed" if run.trace is None else "trace",
         "clients": clients,
-        "requests": total,
-        "kv_layout": engine.config.kv_layout.value,
-        "prompt": prompt,
-        "outputs": outputs,
+        "requests": run.requests,
+        "kv_layout": run.engine.config.kv_layout.value,
+        "prompt": run.prompt,
+        "outputs": run.outputs,
         "tokens_per_second": window.tokens / window.seconds if window.seconds else 0.0,
         "tokens": window.tokens,
         "window_seconds": window.seconds,
@@ -111,15 +143,15 @@ def throughput(
         "window_ticks": window.ticks,
         "window_idle_row_share": window.idle_row_ticks / max(1, window.ticks * clients),
         "tick_ms": 1e3 * window.seconds / max(1, window.ticks),
-        "wall_seconds": run.seconds,
-        "mean_loops": statistics.mean(decode_depths) if decode_depths else float(full),
+        "wall_seconds": whole.seconds,
+        "mean_loops": statistics.mean(decode_depths) if decode_depths else full,
         "work_loops": sum(decode_depths),
-        "asked_loops": sum(sum(depths[1:]) for depths in asked.values()),
-        "ticks": run.ticks,
-        "idle_row_ticks": run.idle_row_ticks,
-        "idle_row_share": run.idle_row_ticks / max(1, run.ticks * clients),
+        "asked_loops": sum(sum(depths[1:]) for depths in run.asked.values()),
+        "ticks": whole.ticks,
+        "idle_row_ticks": whole.idle_row_ticks,
+        "idle_row_share": whole.idle_row_ticks / max(1, whole.ticks * clients),
     }
-    if form == "steady" and trace is None and window.tick_seconds:
+    if form == "steady" and run.trace is None and window.tick_seconds:
         row["full_tick_ms"] = 1e3 * statistics.median(window.tick_seconds)
     elif bounds.full_tick_ms is not None:
         row["full_tick_ms"] = bounds.full_tick_ms

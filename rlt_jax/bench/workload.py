@@ -35,6 +35,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ouro-2.6b": {**_OURO, "num_hidden_layers": 48},
     "tiny": {**_OURO, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
              "head_dim": 16, "intermediate_size": 160, "vocab_size": 256, "max_position_embeddings": 1024},
+    "nanbeige4.2-3b": {"model_type": "nanbeige", "num_hidden_layers": 22, "num_loops": 2, "hidden_size": 3072,
+                       "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+                       "intermediate_size": 10752, "vocab_size": 166144, "max_position_embeddings": 262144,
+                       "rms_norm_eps": 1e-5, "rope_theta": 7e7, "eos_token_id": 166101},
+    "huginn-0125": {"model_type": "huginn_raven", "n_embd": 5280, "n_heads": 55, "head_dim": 96,
+                    "intermediate_size": 17920, "vocab_size": 65536, "block_size": 4096, "n_layers": 8,
+                    "n_layers_in_prelude": 2, "n_layers_in_recurrent_block": 4, "n_layers_in_coda": 2,
+                    "mean_recurrence": 32, "norm_eps": 1e-6, "rope_base": 50000, "tie_embeddings": True,
+                    "qk_bias": True, "eos_token_id": 65505},
 }  # fmt: skip
 
 
@@ -98,14 +107,22 @@ def params_for(index: int, outputs: int, trace: list[list[int]] | None) -> Sampl
 
 
 def tick_bytes(loaded: LoadedCheckpoint, contexts: int, rows: int, mean_loops: float) -> int:
-    """Fewest bytes of one tick: core weights once, the KV that the rows read and write, the head's share.
+    """Fewest bytes of one tick.
+
+    In every tick: the core's weights once, and the KV that the rows read and write at one plane of its layers.  Once
+    per token, so one part in `mean_loops` of a tick: prelude, coda and head with their weights and KV.
 
     Args:
         contexts: sum of the rows' context lengths.
-        mean_loops: ticks per token of one row; the head runs once per token.
+        mean_loops: ticks per token of one row.
     """
     spec, params = loaded.model.spec, loaded.params
-    item = jnp.dtype(loaded.dtype).itemsize
-    core = sum(leaf.nbytes for leaf in jax.tree.leaves(params.core))
-    kv = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * item
-    return int(core + (contexts + rows) * kv + params.head.nbytes / mean_loops)
+
+    def weights(*parts: str) -> int:
+        return sum(leaf.nbytes for part in parts for leaf in jax.tree.leaves(getattr(params, part, None)))
+
+    layer_kv = (contexts + rows) * 2 * spec.num_kv_heads * spec.head_dim * jnp.dtype(loaded.dtype).itemsize
+    head = weights("head") or weights("embed")  # a tied head is the embedding
+    per_token = weights("prelude", "coda") + head
+    per_token += (spec.num_prelude_layers + spec.num_coda_layers) * layer_kv
+    return int(weights("core", "adapter") + spec.num_core_layers * layer_kv + per_token / mean_loops)

@@ -92,22 +92,37 @@ def test_committed_trace_is_the_described_one():
     assert set(np.unique(later)) == {2, 3, 4}
 
 
-def test_bytes_of_a_tick_at_real_size():
-    """Ouro-1.4B: 2.4666 GB of core weights, 196,608 bytes of KV a position and loop, a quarter of the head."""
-    model = model_from_config(workload.SHAPES["ouro-1.4b"])
+class _Shape(jax.ShapeDtypeStruct):
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
 
-    class Shape(jax.ShapeDtypeStruct):
-        @property
-        def nbytes(self) -> int:
-            return self.size * self.dtype.itemsize
 
+@pytest.mark.parametrize(
+    ("name", "loops", "expected"),
+    [
+        # a layer of 51,388,416 parameters, KV of a position and loop, a quarter of the head
+        ("ouro-1.4b", 4, 24 * 51_388_416 * 2 + (32 * 512 + 32) * 196_608 + 49152 * 2048 * 2 / 4),
+        ("ouro-2.6b", 4, 48 * 51_388_416 * 2 + (32 * 512 + 32) * 393_216 + 49152 * 2048 * 2 / 4),
+        ("nanbeige4.2-3b", 2, 22 * 143_136_768 * 2 + (32 * 512 + 32) * 90_112 + 166144 * 3072 * 2 / 2),
+        # four core blocks and the adapter in every tick; four blocks, their KV and the tied head once in eight
+        (
+            "huginn-0125",
+            8,
+            1_637_349_120 * 2
+            + (32 * 512 + 32) * 4 * 21_120
+            + (4 * 395_398_080 * 2 + (32 * 512 + 32) * 4 * 21_120 + 65536 * 5280 * 2) / 8,
+        ),
+    ],
+)
+def test_bytes_of_a_tick_at_real_size(name, loops, expected):
+    model = model_from_config(workload.SHAPES[name])
     params = jax.tree.map(
-        lambda s: Shape(s.shape, jnp.bfloat16), model.sources(), is_leaf=lambda s: isinstance(s, TensorSource)
+        lambda s: _Shape(s.shape, jnp.bfloat16), model.sources(), is_leaf=lambda s: isinstance(s, TensorSource)
     )
     loaded = workload.load("tiny", "bfloat16")
     loaded = type(loaded)(**{**vars(loaded), "model": model, "params": params})
-    expected = 24 * 51_388_416 * 2 + (32 * 512 + 32) * 196_608 + 49152 * 2048 * 2 / 4
-    assert workload.tick_bytes(loaded, 32 * 512, 32, 4) == expected
+    assert workload.tick_bytes(loaded, 32 * 512, 32, loops) == expected
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlt_jax.bench import throughput, timeline, workload
+from rlt_jax.bench import measure, throughput, timeline, workload
 from rlt_jax.bench.__main__ import main
-from rlt_jax.bench.measure import make_engine, warm
 from rlt_jax.bench.timeline import Timeline, guarded, refused, too_short
 
 TRACE = workload.read_trace()
@@ -30,10 +29,9 @@ def _document(printed: str) -> dict:
 @pytest.fixture(scope="module")
 def measured():
     """A small engine as the command makes it, warm."""
-    engine = make_engine(workload.load("tiny", "bfloat16"), slots=2, positions=40, round_ticks=1)
-    warm(engine, 12, 16)
-    yield engine
-    engine.close()
+    loaded = workload.load("tiny", "bfloat16")
+    with measure.engine(loaded, slots=2, prompt=12, outputs=16, round_ticks=1) as engine:
+        yield engine
 
 
 def test_every_form_does_the_work_asked_for_and_stands_beside_its_bound(capsys):
@@ -41,11 +39,11 @@ def test_every_form_does_the_work_asked_for_and_stands_beside_its_bound(capsys):
     document = _document(capsys.readouterr().out)
     rows = document["rows"]
     assert document["valid"]
-    assert [(r["outputs"], r["form"], r["depth"]) for r in rows] == [
-        (outputs, form, depth)
+    assert [(r["outputs"], r["depth"], r["form"]) for r in rows] == [
+        (outputs, depth, form)
         for outputs in (20, 24)
-        for form in ("steady", "peer", "closed")
         for depth in ("fixed", "trace")
+        for form in ("steady", "peer", "closed")
     ]
     rates = {(r["outputs"], r["form"], r["depth"]): r["tokens_per_second"] for r in rows}
     for row in rows:
@@ -82,6 +80,15 @@ def test_one_full_tick_serves_all_rows_also_where_the_steady_form_is_not_asked_f
     assert row["full_tick_ms"] > 0
 
 
+def test_the_tick_is_measured_on_the_same_engine(capsys):
+    words = ["throughput", *SIZE, "--outputs", "12", "--form", "peer", "--depth", "fixed", "--tick"]
+    assert main(words) == 0
+    tick, peer = _document(capsys.readouterr().out)["rows"]
+    assert (tick["op"], tick["slots"], tick["context"]) == ("tick", 3, 12)
+    assert tick["share_of_floor"] == pytest.approx(tick["floor_ms"] / tick["milliseconds"])
+    assert peer["op"] == "throughput"
+
+
 def test_a_short_window_has_no_rate_and_fails_the_run(capsys):
     """Two outputs: the steady window is one token a client, 4 ticks."""
     assert main(["throughput", *SIZE, "--outputs", "2", "--form", "steady", "--depth", "fixed"]) == 3
@@ -109,7 +116,8 @@ def test_work_other_than_asked_for_is_no_measurement(measured, monkeypatch):
         engine, index, prompt, outputs, None
     ))  # fmt: skip
     bounds = throughput.Bounds(full_tick_ms=1.0, prefill_ms=1.0)
-    row = throughput.throughput(measured, "closed", 2, 12, 16, TRACE, bounds)
+    run = throughput.execute(measured, clients=2, total=4, prompt=12, outputs=16, trace=TRACE)
+    row = throughput.throughput(run, "closed", bounds)
     assert row["invalid"] == "4 of 4 requests did not get the exit depths they asked for"
     assert row["work_loops"] > row["asked_loops"]
     assert "tokens_per_second" not in row
@@ -118,9 +126,9 @@ def test_work_other_than_asked_for_is_no_measurement(measured, monkeypatch):
 
 def test_prefill_of_a_prompt_costs_something_where_it_has_a_program(measured):
     assert throughput.prefill_ms(measured, 2, 12) > 0
-    shared = make_engine(workload.load("tiny", "bfloat16"), slots=1, positions=20, kv_layout="shared")
-    assert throughput.prefill_ms(shared, 1, 12) == 0
-    shared.close()
+    loaded = workload.load("tiny", "bfloat16")
+    with measure.engine(loaded, slots=1, prompt=12, outputs=8, kv_layout="shared") as shared:
+        assert throughput.prefill_ms(shared, 1, 12) == 0
 
 
 # ---------------------------------------------------------------- windows, from a script
