@@ -28,7 +28,7 @@ def _kernel(
     v_pool_ref,  # same
     *,
     pages: int,
-    planes: int,
+    planes: int | None,
 ):
     row, head = pl.program_id(0), pl.program_id(1)
     page, offset = page_ref[row], offset_ref[row]
@@ -37,6 +37,14 @@ def _kernel(
     dim = k_pool_ref.shape[-1]
     lane = jnp.arange(k.shape[0], dtype=jnp.int32)
     mask = None if k.shape[0] == dim else lane < dim
+    if planes is None:  # the one plane `first`
+
+        @pl.when(page < pages)
+        def _store_one():
+            plt.store(k_pool_ref.at[page, first, head, offset, lane], k, mask=mask)
+            plt.store(v_pool_ref.at[page, first, head, offset, lane], v, mask=mask)
+
+        return
     for plane in range(planes):
 
         @pl.when((page < pages) & (plane >= first) & (plane < end))
@@ -53,7 +61,7 @@ def kv_write_triton(
     page: jax.Array,
     offset: jax.Array,
     planes_from: jax.Array,
-    planes_to: jax.Array,
+    planes_to: jax.Array | None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -68,7 +76,7 @@ def kv_write_triton(
         # Pallas' Triton lowering announces its end; see ops/paged_attention/triton.py
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*[Tt]riton.*")
         return pl.pallas_call(
-            functools.partial(_kernel, pages=pages, planes=planes),
+            functools.partial(_kernel, pages=pages, planes=None if planes_to is None else planes),
             grid=(rows, heads),
             in_specs=[whole, whole, whole, whole, entry, entry, whole, whole],
             out_specs=[whole, whole],
@@ -77,4 +85,4 @@ def kv_write_triton(
             compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="kv_write",
-        )(page, offset, planes_from, planes_to, k, v, k_pool, v_pool)
+        )(page, offset, planes_from, planes_from if planes_to is None else planes_to, k, v, k_pool, v_pool)

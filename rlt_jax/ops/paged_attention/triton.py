@@ -41,33 +41,51 @@ def paged_attention_triton(
     table: jax.Array,
     positions: jax.Array,
     planes: jax.Array,
+    exit_depth: jax.Array | None = None,
+    history: str | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
     """See api.paged_attention."""
+    if exit_depth is None:
+        exit_depth = jnp.zeros((1, 1), jnp.int32)  # kernels take it always, and read it where there is a `history`
     with warnings.catch_warnings():
         # Pallas' Triton lowering announces its end; the Mosaic kernels that replace it are not faster yet
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*[Tt]riton.*")
         if q.shape[1] == 1:
-            return _decode(q, k_pool, v_pool, table, positions, planes, interpret)
-        return _prefill(q, k_pool, v_pool, table, positions, planes, interpret)
+            return _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret)
+        return _prefill(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret)
 
 
 def load_positions(ref, page_id, plane, head, start, count: int) -> jax.Array:
-    """[count, lanes] of one (page, plane, head) from position `start` on; lanes past the head size are 0.
+    """[count, lanes] of one (page, head) from position `start` on; lanes past the head size are 0.
 
     Args:
         ref: [P, N, K, page, D] whole.
+        plane: one for all positions, or [count].
         count: positions, a power of two.
     """
     dim = ref.shape[-1]
     lanes = pl.next_power_of_2(dim)
-    if lanes == dim:
+    if lanes == dim and jnp.ndim(plane) == 0:
         return plt.load(ref.at[page_id, plane, head, pl.ds(start, count), :])
     rows = start + jnp.arange(count, dtype=jnp.int32)
     lane = jnp.arange(lanes, dtype=jnp.int32)
-    tile = ref.at[page_id, plane, head, rows[:, None], lane[None, :]]
+    plane = jnp.broadcast_to(plane, (count,))
+    tile = ref.at[page_id, plane[:, None], head, rows[:, None], lane[None, :]]
+    if lanes == dim:
+        return plt.load(tile)
     return plt.load(tile, mask=jnp.broadcast_to(lane[None, :] < dim, (count, lanes)), other=0.0)
+
+
+def _history(history: str | None, exit_ref, page_id, start, count: int, plane) -> tuple[jax.Array, jax.Array | None]:
+    """Plane, one or [count], of the keys of a page, and which of them are seen at all (None: all); see the api."""
+    if history is None:
+        return plane, None
+    exits = plt.load(exit_ref.at[page_id, pl.ds(start, count)])
+    if history == "resolve":
+        return jnp.minimum(plane, jnp.maximum(exits - 1, 0)), None
+    return plane, exits > plane
 
 
 def _pad_head(x: jax.Array) -> jax.Array:
@@ -79,6 +97,7 @@ def _decode_kernel(
     plane_ref,  # [B]
     position_ref,  # [B]
     table_ref,  # [B, MP]
+    exit_ref,  # [P, page], read if there is a history
     q_ref,  # [1, 1, G, D] block
     k_ref,  # [P, N, K, page, D] whole
     v_ref,  # same
@@ -86,6 +105,7 @@ def _decode_kernel(
     page: int,
     block: int,
     split: int | None,
+    history: str | None,
     scale: float,
 ):
     row, head = pl.program_id(0), pl.program_id(1)
@@ -98,9 +118,12 @@ def _decode_kernel(
     def step(i, carry):
         page_id = table_ref[row, lax.div(i, jnp.int32(blocks_per_page))]
         first = lax.rem(i, jnp.int32(blocks_per_page)) * block
-        keys = load_positions(k_ref, page_id, plane, head, first, block).astype(jnp.float32)  # [block, D]
-        values = load_positions(v_ref, page_id, plane, head, first, block).astype(jnp.float32)
+        at, alive = _history(history, exit_ref, page_id, first, block, plane)
+        keys = load_positions(k_ref, page_id, at, head, first, block).astype(jnp.float32)  # [block, D]
+        values = load_positions(v_ref, page_id, at, head, first, block).astype(jnp.float32)
         seen = i * block + jnp.arange(block, dtype=jnp.int32) <= last
+        if alive is not None:
+            seen &= alive
         after = []
         for query, (acc, peak, total) in zip(queries, carry, strict=True):  # [D], scalar, scalar
             scores = jnp.where(seen, jnp.sum(query[None, :] * keys, axis=1), MASKED)
@@ -115,8 +138,8 @@ def _decode_kernel(
     end = (last + block) // block
     if split is None:
         (out_ref,) = out_refs
-        for g, (acc, _, total) in enumerate(lax.fori_loop(0, end, step, start)):
-            out_ref[0, 0, g, :] = (acc / jnp.maximum(total, 1e-30)).astype(out_ref.dtype)
+        for g, (acc, peak, total) in enumerate(lax.fori_loop(0, end, step, start)):
+            out_ref[0, 0, g, :] = _mean(acc, peak, total).astype(out_ref.dtype)
         return
     acc_ref, peak_ref, total_ref = out_refs
     part = pl.program_id(2)
@@ -129,6 +152,11 @@ def _decode_kernel(
             plt.store(acc_ref.at[row, head, part, jnp.int32(g), :], acc)
             plt.store(peak_ref.at[row, head, part, jnp.int32(g)], peak)
             plt.store(total_ref.at[row, head, part, jnp.int32(g)], total)
+
+
+def _mean(acc, peak, total) -> jax.Array:
+    """acc [D] over its weights; 0 for a query that saw no key: masked keys weigh exp2(0) among themselves."""
+    return jnp.where(peak > MASKED, acc / jnp.maximum(total, 1e-30), 0.0)
 
 
 def _merge_kernel(
@@ -161,11 +189,11 @@ def _merge_kernel(
             return acc, new_peak, total * shrink + jnp.sum(totals * weight)
 
         start = jnp.zeros((dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0)
-        acc, _, total = lax.fori_loop(0, (splits + MERGE_SPLITS - 1) // MERGE_SPLITS, step, start)
-        out_ref[0, 0, g, :] = (acc / jnp.maximum(total, 1e-30)).astype(out_ref.dtype)
+        acc, peak, total = lax.fori_loop(0, (splits + MERGE_SPLITS - 1) // MERGE_SPLITS, step, start)
+        out_ref[0, 0, g, :] = _mean(acc, peak, total).astype(out_ref.dtype)
 
 
-def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax.Array:
+def _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret: bool) -> jax.Array:
     rows, _, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     group = heads // kv_heads
@@ -182,16 +210,21 @@ def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax
     partial = [jax.ShapeDtypeStruct((rows, kv_heads, padded, group, *tail), jnp.float32) for tail in ((dim,), (), ())]
     out = pl.pallas_call(
         functools.partial(
-            _decode_kernel, page=page, block=min(page, DECODE_BLOCK), split=split, scale=LOG2E / math.sqrt(head_dim)
+            _decode_kernel,
+            page=page,
+            block=min(page, DECODE_BLOCK),
+            split=split,
+            history=history,
+            scale=LOG2E / math.sqrt(head_dim),
         ),
         grid=(rows, kv_heads) if split is None else (rows, kv_heads, splits),
-        in_specs=[whole, whole, whole, tile, whole, whole],
+        in_specs=[whole, whole, whole, whole, tile, whole, whole],
         out_specs=tile if split is None else [whole, whole, whole],
         out_shape=result if split is None else partial,
         compiler_params=plt.CompilerParams(num_warps=DECODE_WARPS, num_stages=2),
         interpret=interpret,
         name="paged_attention_decode",
-    )(planes, positions[:, 0], table, q.reshape(rows, kv_heads, group, dim), k_pool, v_pool)
+    )(planes, positions[:, 0], table, exit_depth, q.reshape(rows, kv_heads, group, dim), k_pool, v_pool)
     if split is not None:
         out = pl.pallas_call(
             functools.partial(_merge_kernel, split=split),
@@ -209,6 +242,7 @@ def _decode(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax
 def _prefill_kernel(
     plane_ref,  # [B]
     table_ref,  # [B, MP]
+    exit_ref,  # [P, page], read if there is a history
     position_ref,  # [1, tile] block
     q_ref,  # [1, tile, 1, D] block
     k_ref,  # [P, N, K, page, D] whole
@@ -217,6 +251,7 @@ def _prefill_kernel(
     *,
     page: int,
     group: int,
+    history: str | None,
     scale: float,
 ):
     row, head = pl.program_id(0), pl.program_id(2) // group
@@ -229,11 +264,15 @@ def _prefill_kernel(
     def step(i, carry):
         acc, peak, total = carry
         page_id = table_ref[row, i]
-        keys = load_positions(k_ref, page_id, plane, head, jnp.int32(0), page)  # [page, D]
-        values = load_positions(v_ref, page_id, plane, head, jnp.int32(0), page)
+        at, alive = _history(history, exit_ref, page_id, jnp.int32(0), page, plane)
+        keys = load_positions(k_ref, page_id, at, head, jnp.int32(0), page)  # [page, D]
+        values = load_positions(v_ref, page_id, at, head, jnp.int32(0), page)
         scores = plt.dot(query, keys.T, allow_tf32=not precise) * scale  # [tile, page] f32
         key_position = i * page + jnp.arange(page, dtype=jnp.int32)
-        scores = jnp.where(key_position[None, :] <= position[:, None], scores, MASKED)
+        seen = key_position[None, :] <= position[:, None]
+        if alive is not None:
+            seen &= alive[None, :]
+        scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         shrink = jnp.exp2(peak - new_peak)
         weight = jnp.exp2(scores - new_peak[:, None])
@@ -242,13 +281,13 @@ def _prefill_kernel(
 
     start = jnp.zeros((tile, dim), jnp.float32), jnp.full((tile,), MASKED), jnp.zeros((tile,), jnp.float32)
     pages = (jnp.max(position) + page) // page
-    acc, _, total = lax.fori_loop(0, pages, step, start)
-    alive = position >= 0  # a padding query met only masked keys: its weights are exp2(0)
-    out = jnp.where(alive[:, None], acc / jnp.maximum(total, 1e-30)[:, None], 0.0)
+    acc, peak, total = lax.fori_loop(0, pages, step, start)
+    seeing = peak > MASKED  # a query that met only masked keys, as padding does, has the weights exp2(0)
+    out = jnp.where(seeing[:, None], acc / jnp.maximum(total, 1e-30)[:, None], 0.0)
     out_ref[0, :, 0, :] = out.astype(out_ref.dtype)
 
 
-def _prefill(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> jax.Array:
+def _prefill(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret: bool) -> jax.Array:
     rows, queries, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     tile = min(QUERY_TILE, max(16, pl.next_power_of_2(queries)))
@@ -259,13 +298,19 @@ def _prefill(q, k_pool, v_pool, table, positions, planes, interpret: bool) -> ja
     block = pl.BlockSpec((1, tile, 1, dim), lambda b, t, h: (b, t, h, 0))
     whole = pl.no_block_spec
     out = pl.pallas_call(
-        functools.partial(_prefill_kernel, page=page, group=heads // kv_heads, scale=LOG2E / math.sqrt(head_dim)),
+        functools.partial(
+            _prefill_kernel,
+            page=page,
+            group=heads // kv_heads,
+            history=history,
+            scale=LOG2E / math.sqrt(head_dim),
+        ),
         grid=(rows, (queries + pad) // tile, heads),
-        in_specs=[whole, whole, pl.BlockSpec((1, tile), lambda b, t, h: (b, t)), block, whole, whole],
+        in_specs=[whole, whole, whole, pl.BlockSpec((1, tile), lambda b, t, h: (b, t)), block, whole, whole],
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(planes, table, positions, q, k_pool, v_pool)
+    )(planes, table, exit_depth, positions, q, k_pool, v_pool)
     return out[:, :queries, :, :head_dim]
