@@ -45,6 +45,37 @@ def test_attention_agrees_with_the_reference(dim: int, group: int, queries: int)
     assert not np.asarray(found[2]).any(), "a row without keys gives 0"
 
 
+@pytest.mark.parametrize("dim", [16, 24])
+@pytest.mark.parametrize("history", ["resolve", "drop"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_history_by_exit_depth_agrees_with_the_reference(dim: int, history: str, queries: int) -> None:
+    """Exit depths at random, so that whole blocks vanish under drop; a query that sees nothing at all gives 0."""
+    rng = np.random.default_rng(dim)
+    k, v = pools(2, dim)
+    table = jnp.asarray([[3, 1, 0], [5, 6, 2], [4, 0, 0]], jnp.int32)
+    positions = jnp.asarray(np.array([20, 40, 7])[:, None] - np.arange(queries)[::-1], jnp.int32)
+    planes = jnp.asarray([0, 2, 1], jnp.int32)
+    exits = rng.integers(1, PLANES + 1, (PAGES, PAGE))
+    exits[5] = 1  # the second row's first page is gone at plane 2
+    exits[4] = 1  # all of the third row's keys are gone at plane 1
+    q = jnp.asarray(rng.normal(size=(3, queries, 4, dim)), jnp.float32)
+    args = (q, k, v, table, positions, planes, jnp.asarray(exits, jnp.int32), history)
+    expected = paged_attention_reference(*args)
+    found = paged_attention_triton(*args, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert np.asarray(found[2]).any() == (history == "resolve")
+
+
+def test_kv_write_of_one_plane() -> None:
+    k_pool, v_pool = pools(2, 24)
+    k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 2, 24)), jnp.float32) for i in range(2))
+    page, offset, plane = jnp.asarray([2, PAGES], jnp.int32), jnp.asarray([4, 5], jnp.int32), jnp.asarray([1, 2])
+    expected = kv_write_reference(k_pool, v_pool, k, v, page, offset, plane, None)
+    found = kv_write_triton(k_pool, v_pool, k, v, page, offset, plane, None, interpret=True)
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("dim", [16, 96])
 def test_kv_write_stores_the_wanted_planes_and_nothing_else(dim: int) -> None:
     k_pool, v_pool = pools(2, dim)

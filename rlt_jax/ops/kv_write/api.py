@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from rlt_jax.ops.kv_write.reference import kv_write_reference
-from rlt_jax.ops.selection import Choice, Requirement, choose, power_of_two
+from rlt_jax.ops.selection import Choice, Requirement, choose
 
 
 def kv_write(
@@ -33,17 +33,13 @@ def kv_write(
     if implementation == "triton":
         from rlt_jax.ops.kv_write.triton import kv_write_triton
 
-        return kv_write_triton(*args, planes_from + 1 if planes_to is None else planes_to)
+        return kv_write_triton(*args, planes_to)
     raise ValueError(f"{implementation=} is not one of reference, triton")
 
 
 def triton_refusal(need: Requirement) -> str | None:
     """Why the Triton kernel cannot serve this, or None."""
-    if need.platform != "gpu":
-        return f"platform {need.platform} is not gpu"
-    if not power_of_two(need.head_dim):
-        return f"head_dim {need.head_dim} is not a power of two"
-    return None
+    return None if need.platform == "gpu" else f"platform {need.platform} is not gpu"
 
 
 def choose_kv_write(requested: str, need: Requirement) -> Choice:

@@ -42,23 +42,20 @@ def paged_attention(
     if implementation == "reference":
         return paged_attention_reference(q, k_pool, v_pool, table, positions, planes, exit_depth, history)
     if implementation == "triton":
-        if history is not None:
-            raise ValueError(f"{history=} is not built for implementation='triton'")
         from rlt_jax.ops.paged_attention.triton import paged_attention_triton
 
-        return paged_attention_triton(q, k_pool, v_pool, table, positions, planes)
+        return paged_attention_triton(q, k_pool, v_pool, table, positions, planes, exit_depth, history)
     raise ValueError(f"{implementation=} is not one of reference, triton")
 
 
 def triton_refusal(need: Requirement) -> str | None:
-    """Why the Triton kernels cannot serve this, or None.  Their tiles are powers of two, held in registers."""
+    """Why the Triton kernels cannot serve this, or None.  Their tiles are held in registers."""
     group = need.heads // need.kv_heads
     checks = [
         (need.platform == "gpu", f"platform {need.platform} is not gpu"),
-        (power_of_two(need.head_dim) and 16 <= need.head_dim <= 256, f"head_dim {need.head_dim} not 16..256, 2^n"),
+        (16 <= need.head_dim <= 256, f"head_dim {need.head_dim} is not in [16, 256]"),
         (power_of_two(need.page_size) and need.page_size >= 16, f"page_size {need.page_size} not 2^n >= 16"),
         (group <= 8, f"{group} query heads per KV head are more than 8"),
-        (not need.exit_depth, "history that depends on exit depths (drop, or more than 8 planes) is not built"),
     ]
     return next((reason for ok, reason in checks if not ok), None)
 
