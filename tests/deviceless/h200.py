@@ -7,6 +7,7 @@ kernels are defaults; copies, aliasing, kernel counts and spills are what to loo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import re
 import subprocess
@@ -129,12 +130,14 @@ def kernel_resources(programs: Programs, slots: int) -> dict[str, Resources]:
 
     def attention(rows: int, queries: int) -> tuple[Any, ...]:
         q = array(rows, queries, spec.num_heads, spec.head_dim, dtype=programs.dtype)
-        return q, pool, pool, array(rows, table), array(rows, queries), array(rows)
+        exits = array(programs.pages, layout.page_size) if layout.history else None
+        return q, pool, pool, array(rows, table), array(rows, queries), array(rows), exits
 
     entry = array(slots, layout.kv_heads, layout.head_dim, dtype=programs.dtype)
+    attend = functools.partial(paged_attention_triton, history=layout.history)
     calls = (
-        (paged_attention_triton, attention(slots, 1)),
-        (paged_attention_triton, attention(1, 512)),
+        (attend, attention(slots, 1)),
+        (attend, attention(1, 512)),
         (kv_write_triton, (pool, pool, entry, entry, *[array(slots)] * 4)),
     )
     found: dict[str, Resources] = {}

@@ -14,7 +14,7 @@ from rlt_jax.bench.workload import SHAPES
 from rlt_jax.config import KVLayoutKind
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.models.registry import model_from_config
-from rlt_jax.models.spec import TensorSource
+from rlt_jax.models.spec import LoopedModel, TensorSource
 from rlt_jax.runtime.programs import Programs
 
 LAYERS, SLOTS, CONTEXT, PAGE = 3, 32, 1024, 64
@@ -22,7 +22,10 @@ KERNELS_PER_LAYER = 15  # decode: 4 matmuls, attention, kv_write, and what norms
 
 
 def _programs(kind: KVLayoutKind, layers: int) -> tuple[Programs, object]:
-    model = model_from_config({**SHAPES["ouro-1.4b"], "num_hidden_layers": layers})
+    return _of(model_from_config({**SHAPES["ouro-1.4b"], "num_hidden_layers": layers}), kind, SLOTS)
+
+
+def _of(model: LoopedModel, kind: KVLayoutKind, slots: int) -> tuple[Programs, object]:
     spec = model.spec
     layout = KVLayout.create(
         kind,
@@ -32,16 +35,18 @@ def _programs(kind: KVLayoutKind, layers: int) -> tuple[Programs, object]:
         head_dim=spec.head_dim,
         num_layers=spec.num_layers,
         dtype_bytes=2,
+        prelude_layers=spec.num_prelude_layers,
+        coda_layers=spec.num_coda_layers,
     )
     pages_per_slot = layout.pages_for(CONTEXT)
     programs = Programs(
         model=model,
         layout=layout,
         dtype=jnp.dtype("bfloat16"),
-        slots=SLOTS,
+        slots=slots,
         max_context=CONTEXT,
         pages_per_slot=pages_per_slot,
-        pages=SLOTS * pages_per_slot,
+        pages=slots * pages_per_slot,
         max_ticks=4,
         attention="triton",
         kv_write="triton",
@@ -108,6 +113,21 @@ def test_shared_layout_decodes_in_place():
     report = compile_for_h200(programs, params, (), ("decode",))["decode"]
     assert report.alias_bytes >= programs.pages * programs.layout.bytes_per_page
     assert report.copies_of_at_least(1 << 20) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "loops"), [(KVLayoutKind.LAST_EXITED, 32), (KVLayoutKind.DROP, 8)], ids=["resolved at read", "dropped"]
+)
+def test_a_model_with_prelude_and_coda_decodes_in_place_too(kind, loops):
+    """Huginn-0125 at full size: 55 heads of 96, exit depths in the pool, exits that read out in every loop."""
+    from tests.deviceless.h200 import compile_for_h200, kernel_resources
+
+    programs, params = _of(model_from_config(SHAPES["huginn-0125"]).with_max_loops(loops), kind, 4)
+    for report in compile_for_h200(programs, params, (512,), ("decode", "prefill_512")).values():
+        assert report.alias_bytes >= programs.pages * programs.layout.bytes_per_page
+        assert report.copies_of_at_least(5280 * 5280 * 2 // 8) == []
+        assert (report.outside_graphs, report.graphs) == ((), 1)
+    assert all(r.spill_bytes == 0 for r in kernel_resources(programs, 4).values())
 
 
 @pytest.mark.parametrize("slots", [1, 128], ids=["split keys", "one program per row and head"])
