@@ -69,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     served.add_argument("--page-size", type=_number, help="positions per KV page (default: by platform)")
     served.add_argument("--prefill-chunk", type=_number, help="prompt positions per program (default: by platform)")
     served.add_argument("--round-ticks", type=_number, help="ticks per round at most (default: by slots)")
+    served.add_argument("--depth-cap", type=_number, help="loops of an open-ended model (default: the checkpoint's)")
+    served.add_argument("--kv-planes", type=_number, help="planes of the ring layout")
     served.add_argument("--kv-layout", default="last_exited", choices=LAYOUTS, help="KV layout of the engine")
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=_Help)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -154,13 +156,20 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "prefill_chunk": args.prefill_chunk,
         "round_ticks": args.round_ticks,
         "kv_layout": KVLayoutKind(args.kv_layout),
+        "kv_planes": args.kv_planes,
+        "max_loops": args.depth_cap,
     }
+    loops = args.depth_cap or loaded.model.spec.max_loops
+    if args.command == "throughput" and args.depth != "fixed" and loops != max(trace[0][:1]):
+        raise InvalidConfig(
+            f"--depth: the trace is for models of {trace[0][0]} loops, this one runs {loops}: use fixed"
+        )
     rows = _Rows()
     print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth * 1e3:.0f} GB/s", flush=True)
     if args.command == "tick":
         for slots in args.slots:
             for context in args.context:
-                outputs = measure.tick_outputs(loaded.model.spec.trained_loops, slots)
+                outputs = measure.tick_outputs(loops, slots)
                 with measure.engine(loaded, slots=slots, prompt=context, outputs=outputs, **settings) as engine:
                     rows.add(measure.tick(engine, context, bandwidth))
     elif args.command == "first-token":
@@ -173,7 +182,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         for clients in args.clients:
             outputs = max(args.outputs)
             if args.tick:
-                outputs = max(outputs, measure.tick_outputs(loaded.model.spec.trained_loops, clients))
+                outputs = max(outputs, measure.tick_outputs(loops, clients))
             with measure.engine(loaded, slots=clients, prompt=args.prompt, outputs=outputs, **settings) as engine:
                 if args.tick:
                     rows.add(measure.tick(engine, args.prompt, bandwidth))

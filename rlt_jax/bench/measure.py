@@ -68,7 +68,7 @@ def tick(engine: LLMEngine, context: int, copy_tb_s: float) -> dict[str, Any]:
     The engine must have room for `tick_outputs` beside the context.
     """
     loaded, slots = engine.loaded, engine.config.slots
-    loops = loaded.model.spec.trained_loops
+    loops = loaded.model.spec.max_loops
     requests = [prepare(engine, i, context, tick_outputs(loops, slots), None) for i in range(slots)]
     line = Timeline(engine)
     with guarded():
@@ -87,7 +87,9 @@ def tick(engine: LLMEngine, context: int, copy_tb_s: float) -> dict[str, Any]:
         "op": "tick",
         "slots": slots,
         "context": context,
+        "loops": loops,
         "kv_layout": engine.config.kv_layout.value,
+        "kv_planes": engine.model_info()["kv_planes"],
         "rounds": window.rounds,
         **guards,
     }

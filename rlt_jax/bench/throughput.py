@@ -94,7 +94,7 @@ def execute(engine: LLMEngine, clients: int, total: int, prompt: int, outputs: i
             for _ in line.step():
                 if (following := next(waiting, None)) is not None:
                     line.submit(following)
-    full = engine.loaded.model.spec.trained_loops
+    full = engine.loaded.model.spec.max_loops
     return Run(
         engine=engine,
         line=line,
@@ -126,7 +126,7 @@ def throughput(run: Run, form: str, bounds: Bounds) -> dict[str, Any]:
     if line.depths != run.asked:
         wrong = sum(line.depths.get(name) != depths for name, depths in run.asked.items())
         reason = f"{wrong} of {run.requests} requests did not get the exit depths they asked for"
-    full = float(run.engine.loaded.model.spec.trained_loops)
+    full = float(run.engine.loaded.model.spec.max_loops)
     row: dict[str, Any] = {
         "op": "throughput",
         "form": form,

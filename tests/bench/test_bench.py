@@ -92,6 +92,18 @@ def test_committed_trace_is_the_described_one():
     assert set(np.unique(later)) == {2, 3, 4}
 
 
+def test_the_depth_of_an_open_ended_model_is_the_one_asked_for(monkeypatch, capsys):
+    small = {**workload.SHAPES["huginn-0125"], "n_embd": 64, "n_heads": 4, "head_dim": 16, "intermediate_size": 96,
+             "vocab_size": 256}  # fmt: skip
+    monkeypatch.setitem(workload.SHAPES, "small", small)
+    assert main(["tick", "--model", "small", "--depth-cap", "3", "--slots", "2", "--context", "16"]) == 0
+    (row,) = _document(capsys)["rows"]
+    assert (row["loops"], row["kv_planes"]) == (3, 3)
+    with pytest.raises(SystemExit):
+        main(["throughput", "--model", "small", "--depth-cap", "3", "--clients", "2"])
+    assert "the trace is for models of 4 loops, this one runs 3" in capsys.readouterr().err
+
+
 class _Shape(jax.ShapeDtypeStruct):
     @property
     def nbytes(self) -> int:
