@@ -14,6 +14,8 @@ class KVLayoutKind(enum.Enum):
 
     LAST_EXITED = "last_exited"
     SHARED = "shared"
+    DROP = "drop"
+    RING = "ring"
 
 
 DTYPES = ("bfloat16", "float32")
@@ -44,6 +46,10 @@ class EngineConfig:
 
     dtype: str = "bfloat16"
     kv_layout: KVLayoutKind = KVLayoutKind.LAST_EXITED
+    kv_planes: int | None = None
+    max_loops: int | None = None
+    initial_state: str | None = None
+    boundary_batch: int | None = None
     slots: int | None = None
     page_size: int | None = None
     prefill_chunk: int | None = None
@@ -129,6 +135,7 @@ class RequestDefaults:
     min_loops: int
     max_loops: int
     prefill_loops: int
+    initial_state: str
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0

@@ -57,6 +57,7 @@ class SamplingParams:
     exit_policy: str | None = None
     exit_threshold: float | None = None
     exit_trace: tuple[int, ...] | None = None
+    initial_state: str | None = None
     logprobs: str = "raw"
 
 
@@ -167,6 +168,7 @@ class ResolvedParams:
     exit_policy: str
     exit_threshold: float
     exit_trace: tuple[int, ...] | None
+    initial_state: str
     logprobs: str
 
 
