@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from rlt_jax.errors import InvalidConfig
@@ -20,6 +21,8 @@ class KVLayoutKind(enum.Enum):
 
 DTYPES = ("bfloat16", "float32")
 KERNEL_CHOICES = ("auto", "reference", "triton")
+INITIAL_STATES = ("injected", "zeros", "random")  # that any model offers; each model says which are its own
+MAX_LOOPS = 127  # given depths travel and are kept as int8
 MAX_STOP_IDS = 16  # stop ids and EOS ids of one request together; a compiled width
 
 
@@ -30,7 +33,16 @@ class EngineConfig:
     Attributes (units in the names; defaults for GPU / CPU where they differ):
         dtype: "bfloat16" or "float32" (float32 computes at full matmul precision).
         kv_layout: LAST_EXITED ("last_exited") keeps one KV plane per depth, SHARED ("shared") keeps one, always its
-            last write: a different function of the prompt, which a model must have been trained for.
+            last write: a different function of the prompt, which a model must have been trained for.  DROP ("drop")
+            hides a token that left early from the deeper loops of later ones; RING ("ring") keeps kv_planes planes,
+            loop d in plane d mod kv_planes, and takes prompts of one prefill chunk only.
+        kv_planes: planes of the layout RING, 1 if not given; refused for the others, which have no choice.
+        max_loops: deepest loop that a request may ask for, of a model that loops to any depth; it is the number of
+            planes of LAST_EXITED and DROP.  None: the model's own.
+        initial_state: what a request's states start from where it does not say, "zeros" or "random" if the model
+            offers a choice.  None: the first that the model offers.
+        boundary_batch: rows that wait for the layers before and after the loop until these run for all of them (sooner
+            if no row is inside the loop); 1, with such layers a quarter of the slots.
         slots: live requests at once; 32 / 8.
         page_size: positions per KV page; 64 / 16.
         prefill_chunk: prompt positions per prefill program at most; 512 / 64.
@@ -70,7 +82,14 @@ class EngineConfig:
         object.__setattr__(self, "kv_layout", KVLayoutKind(self.kv_layout))  # its value as a string will do
         if self.kernels not in KERNEL_CHOICES:
             raise InvalidConfig(f"kernels must be one of {', '.join(KERNEL_CHOICES)}, found {self.kernels!r}")
+        if self.initial_state is not None and self.initial_state not in INITIAL_STATES:
+            raise InvalidConfig(
+                f"initial_state must be one of {', '.join(INITIAL_STATES)}, found {self.initial_state!r}"
+            )
         limits = {
+            "kv_planes": (1, 1 << 10),
+            "max_loops": (1, MAX_LOOPS),
+            "boundary_batch": (1, 4096),
             "slots": (1, 4096),
             "page_size": (1, 1024),
             "prefill_chunk": (1, 16384),
@@ -85,12 +104,34 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise InvalidConfig(f"{name} must be an integer in [{low}, {high}], found {value!r}")
+        if self.kv_planes is not None and self.kv_layout is not KVLayoutKind.RING:
+            raise InvalidConfig(
+                f"kv_planes={self.kv_planes} is a setting of kv_layout=ring, found kv_layout={self.kv_layout.value}"
+            )
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0.05 <= fraction <= 0.98:
             raise InvalidConfig(f"memory_fraction must be in [0.05, 0.98], found {fraction!r}")
 
-    def resolved(self, *, platform: str, max_positions: int) -> ResolvedEngineConfig:
-        """Fill the platform's defaults in.  `platform` is jax's name: "gpu" or "cpu"."""
+    def resolved(
+        self,
+        *,
+        platform: str,
+        max_positions: int,
+        max_loops: int,
+        initial_states: Sequence[str],
+        whole_stack: bool,
+    ) -> ResolvedEngineConfig:
+        """Fill the defaults of the platform and the model in.
+
+        Args:
+            platform: jax's name: "gpu" or "cpu".
+            max_positions, max_loops: of the model; max_loops is the cap that holds already.
+            initial_states: those that the model offers, its default first.
+            whole_stack: the model has no layers before or after the loop.
+
+        Raises:
+            InvalidConfig: a setting that the model does not allow.
+        """
         defaults = PLATFORM_DEFAULTS["gpu" if platform == "gpu" else "cpu"]
         settings: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)}
         for name, value in defaults.items():
@@ -100,6 +141,16 @@ class EngineConfig:
         if context > max_positions:
             raise InvalidConfig(f"max_context={context} exceeds the model's max_position_embeddings={max_positions}")
         settings["prefill_chunk"] = min(settings["prefill_chunk"], context)
+        if settings["initial_state"] is None:
+            settings["initial_state"] = initial_states[0]
+        if settings["initial_state"] not in initial_states:
+            offered = ", ".join(initial_states)
+            raise InvalidConfig(f"initial_state={self.initial_state!r}, but the model offers {offered}")
+        settings["max_loops"] = max_loops
+        if settings["kv_layout"] is KVLayoutKind.RING and settings["kv_planes"] is None:
+            settings["kv_planes"] = 1
+        if settings["boundary_batch"] is None:
+            settings["boundary_batch"] = 1 if whole_stack else max(1, settings["slots"] // 4)
         if settings["round_ticks"] is None:
             settings["round_ticks"] = 4 if settings["slots"] >= 32 else 8
         return ResolvedEngineConfig(**settings)
@@ -109,10 +160,13 @@ class EngineConfig:
 class ResolvedEngineConfig(EngineConfig):
     """An EngineConfig that leaves nothing to the platform: what one engine really runs with.
 
-    kv_pages may still be None: the memory plan then says how many there are.
+    kv_pages may still be None: the memory plan then says how many there are.  kv_planes is None but for a RING.
     """
 
     # field(): required, where a bare annotation would inherit the default None
+    max_loops: int = dataclasses.field()
+    initial_state: str = dataclasses.field()
+    boundary_batch: int = dataclasses.field()
     slots: int = dataclasses.field()
     page_size: int = dataclasses.field()
     prefill_chunk: int = dataclasses.field()

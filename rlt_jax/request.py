@@ -33,11 +33,17 @@ class SamplingParams:
         stop_token_ids: ids that end generation even with ignore_eos; the id stays in token_ids, not in text.
         ignore_eos: do not end at the model's EOS ids.
         min_loops, max_loops: bounds of the exit depth of outputs 2..n, one-based, inclusive.
-        prefill_loops: loops that prompt positions run; the first output comes from this depth.
-        exit_policy: "fixed", "gate", "gate_delayed" or "trace" ("ouro", "ouro_delayed" are accepted spellings).
-        exit_threshold: in [0, 1]; a token leaves once its exit probability reaches it; 1 is full depth.
+        prefill_loops: loops that prompt positions run; the first output comes from this depth.  The model's trained
+            depth if not given; max_loops for a model that loops to any depth.
+        exit_policy: "fixed" or "trace" for any model; "gate" or "gate_delayed" ("ouro", "ouro_delayed" are accepted
+            spellings) for one with an exit gate; "latent", "kl" or "argmax" for one whose states converge.
+        exit_threshold: of a gate in [0, 1], a token leaves once its exit probability reaches it, 1 is full depth; of
+            latent and kl >= 0, it leaves once a loop changes the state or the next-token distribution by less, 0 is
+            full depth; of argmax a whole number >= 1, it leaves once the best token stayed the same for so many loops.
         exit_trace: given exit depths, at least max_tokens of them; the first is prefill_loops.  Implies the policy
             "trace" and min_loops 1.
+        initial_state: "zeros" or "random", before the first loop of every position, where the model offers the choice;
+            random ones depend on seed and position alone.
         logprobs: "raw" (of the model's own distribution) or "processed" (after temperature and filters).
     """
 

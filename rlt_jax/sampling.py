@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-TOKEN_STREAM = 0  # fold_in constant of the sampling stream; other streams (initial states) use other constants
+TOKEN_STREAM, STATE_STREAM = 0, 1  # fold_in constants: of draws of tokens, and of random initial states
+STATE_CUT = 3.0  # random initial states are standard normal, cut at so many sigmas
 REMOVED = -jnp.inf
 
 
@@ -39,6 +40,26 @@ def request_key(seed_high: jax.Array, seed_low: jax.Array, sample_index: jax.Arr
     key = jax.random.wrap_key_data(jnp.stack([seed_high, seed_low]).astype(jnp.uint32))
     key = jax.random.fold_in(jax.random.fold_in(key, TOKEN_STREAM), sample_index)
     return jax.random.key_data(key)
+
+
+def state_key(seed_high: jax.Array, seed_low: jax.Array) -> jax.Array:
+    """Key data [2] uint32 of a request's stream of initial states.
+
+    It leaves the sample index out: all samples of one seed start a position from the same state, so they may share
+    what has been computed for their prompt.
+    """
+    key = jax.random.wrap_key_data(jnp.stack([seed_high, seed_low]).astype(jnp.uint32))
+    return jax.random.key_data(jax.random.fold_in(key, STATE_STREAM))
+
+
+def state_noise(keys: jax.Array, positions: jax.Array, width: int) -> jax.Array:
+    """[B, width] float32, standard normal cut at STATE_CUT; row b depends on keys[b] and positions[b] only."""
+
+    def row(data: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(data), position)
+        return jax.random.truncated_normal(key, -STATE_CUT, STATE_CUT, (width,), jnp.float32)
+
+    return jax.vmap(row)(keys, positions)
 
 
 def gumbel_noise(keys: jax.Array, output_index: jax.Array, vocab: int) -> jax.Array:

@@ -9,13 +9,14 @@ from typing import Any
 
 from rlt_jax.config import MAX_STOP_IDS, RequestDefaults
 from rlt_jax.errors import InvalidRequest, shown
-from rlt_jax.exits import POLICY_ALIASES, POLICY_NAMES, POLICY_NEEDS_SCORE
+from rlt_jax.exits import DEFAULT_THRESHOLDS, POLICY_ALIASES, POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.models.spec import ModelSpec
 from rlt_jax.request import ResolvedParams, SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_TEMPERATURE = 3.4e38  # the device computes in float32, where anything larger is infinite
+MAX_FLOAT32 = 3.4e38  # the device computes in float32, where anything larger is infinite
+MAX_COUNT = 1 << 24  # whole numbers up to here are themselves in float32
 
 
 def _integer(field: str, value: Any, low: int, high: int | None) -> int:
@@ -44,8 +45,13 @@ def _boolean(field: str, value: Any) -> bool:
     return value
 
 
-def check_prompt(prompt: Any, *, vocab_size: int, max_context: int) -> tuple[int, ...]:
+def check_prompt(
+    prompt: Any, *, vocab_size: int, max_context: int, prefill_chunk: int | None = None
+) -> tuple[int, ...]:
     """Token ids of a prompt, checked.
+
+    Args:
+        prefill_chunk: tokens of a prompt at most, where the KV layout takes no longer one than a chunk; else None.
 
     Raises:
         InvalidRequest: field "prompt", for an empty or too long prompt or an id outside the vocabulary.
@@ -56,6 +62,10 @@ def check_prompt(prompt: Any, *, vocab_size: int, max_context: int) -> tuple[int
         raise InvalidRequest("prompt", "is empty; at least 1 token is needed")
     if len(prompt) > max_context:
         raise InvalidRequest("prompt", f"has {len(prompt)} tokens; the limit is max_context={max_context}")
+    if prefill_chunk is not None and len(prompt) > prefill_chunk:
+        raise InvalidRequest(
+            "prompt", f"has {len(prompt)} tokens; kv_layout=ring takes one chunk, prefill_chunk={prefill_chunk} at most"
+        )
     for i, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, int):
             raise InvalidRequest("prompt", f"token {i} must be an integer, found {shown(token)}")
@@ -114,7 +124,9 @@ def resolve_params(
             raise InvalidRequest("min_loops", f"must be at most max_loops={max_loops}, found {min_loops}")
     else:  # a trace states its depths outright
         min_loops = 1 if policy == "trace" else min(defaults.min_loops, max_loops)
-    prefill_loops = _integer("prefill_loops", pick("prefill_loops"), 1, spec.max_loops)
+    default_prefill = max_loops if spec.open_ended else defaults.prefill_loops
+    prefill_loops = params.prefill_loops if params.prefill_loops is not None else default_prefill
+    prefill_loops = _integer("prefill_loops", prefill_loops, 1, spec.max_loops)
     if trace is not None:
         if trace[0] != prefill_loops:
             raise InvalidRequest(
@@ -129,7 +141,7 @@ def resolve_params(
     ignore_eos = _boolean("ignore_eos", params.ignore_eos)
     return ResolvedParams(
         max_tokens=max_tokens,
-        temperature=_number("temperature", pick("temperature"), 0.0, MAX_TEMPERATURE),
+        temperature=_number("temperature", pick("temperature"), 0.0, MAX_FLOAT32),
         top_k=_integer("top_k", pick("top_k"), 0, (1 << 31) - 1),
         top_p=_number("top_p", pick("top_p"), 0.0, 1.0, open_low=True),
         min_p=_number("min_p", pick("min_p"), 0.0, 1.0),
@@ -142,8 +154,9 @@ def resolve_params(
         max_loops=max_loops,
         prefill_loops=prefill_loops,
         exit_policy=policy,
-        exit_threshold=_number("exit_threshold", pick("exit_threshold"), 0.0, 1.0),
+        exit_threshold=_check_threshold(policy, params.exit_threshold, defaults),
         exit_trace=trace,
+        initial_state=_check_initial_state(pick("initial_state"), spec),
         logprobs=params.logprobs,
     )
 
@@ -160,12 +173,32 @@ def _check_policy(
     name = POLICY_ALIASES.get(name, name)
     needed = POLICY_NEEDS_SCORE.get(name)
     if needed is not None and needed not in spec.exit_scores:
-        raise InvalidRequest("exit_policy", f"{name} needs the score '{needed}'; {spec.model_type} does not give it")
+        given = ", ".join(f"'{score}'" for score in spec.exit_scores) or "none"
+        raise InvalidRequest("exit_policy", f"{name} needs the score '{needed}'; {spec.model_type} gives {given}")
     if name == "trace" and trace is None:
         raise InvalidRequest("exit_trace", "exit_policy 'trace' needs one depth per output; none was given")
     if name != "trace" and trace is not None:
         raise InvalidRequest("exit_policy", f"must be 'trace' when exit_trace is given, found {name!r}")
     return name
+
+
+def _check_threshold(policy: str, value: Any, defaults: RequestDefaults) -> float:
+    """What a threshold may be, and what it is if not given, depends on the policy; the checkpoint's is of its gate."""
+    if value is None:
+        return DEFAULT_THRESHOLDS.get(policy, defaults.exit_threshold)
+    if policy == "argmax":
+        count = _number("exit_threshold", value, 1.0, float(MAX_COUNT))
+        if not count.is_integer():
+            raise InvalidRequest("exit_threshold", f"of argmax must be a whole number of loops, found {shown(value)}")
+        return count
+    return _number("exit_threshold", value, 0.0, MAX_FLOAT32 if policy in ("latent", "kl") else 1.0)
+
+
+def _check_initial_state(value: Any, spec: ModelSpec) -> str:
+    if not isinstance(value, str) or value not in spec.initial_states:
+        offered = ", ".join(spec.initial_states)
+        raise InvalidRequest("initial_state", f"must be one of {offered} for {spec.model_type}, found {shown(value)}")
+    return value
 
 
 def _check_trace(params: SamplingParams, max_tokens: int) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import rlt_jax
-from rlt_jax.config import EngineConfig, RequestDefaults
+from rlt_jax.config import MAX_LOOPS, EngineConfig, RequestDefaults, ResolvedEngineConfig
 from rlt_jax.errors import CorruptState, DeviceFault, EngineDead, InvalidConfig, InvalidRequest
 from rlt_jax.exits import POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.kvcache.layout import KVLayout
@@ -77,9 +77,21 @@ class LLMEngine:
             )
         if self.loaded.dtype != config.dtype:
             raise InvalidConfig(f"dtype={config.dtype}, but the checkpoint given was loaded as {self.loaded.dtype}")
+        if config.max_loops is not None:
+            capped = self.loaded.model.with_max_loops(config.max_loops)
+            self.loaded = dataclasses.replace(self.loaded, model=capped)
         spec = self.loaded.model.spec
-        self.config = config.resolved(platform=device.platform, max_positions=spec.max_positions)
-        self.defaults = _request_defaults(self.loaded)
+        if spec.max_loops > MAX_LOOPS:
+            remedy = ": set max_loops" if spec.open_ended else ""
+            raise InvalidConfig(f"max_loops={spec.max_loops} of the model exceeds {MAX_LOOPS}{remedy}")
+        self.config = config.resolved(
+            platform=device.platform,
+            max_positions=spec.max_positions,
+            max_loops=spec.max_loops,
+            initial_states=spec.initial_states,
+            whole_stack=spec.num_prelude_layers + spec.num_coda_layers == 0,
+        )
+        self.defaults = _request_defaults(self.loaded, self.config)
         self._device = device
         self._layout = KVLayout.create(
             self.config.kv_layout,
@@ -88,7 +100,10 @@ class LLMEngine:
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             num_layers=spec.num_layers,
+            prelude_layers=spec.num_prelude_layers,
+            coda_layers=spec.num_coda_layers,
             dtype_bytes=jnp.dtype(self.config.dtype).itemsize,
+            ring_planes=self.config.kv_planes,
         )
         self._runner = Runner(
             self.loaded.model,
@@ -144,7 +159,8 @@ class LLMEngine:
                 )
             prompt = tokenizer.encode(prompt)
         spec, context = self.loaded.model.spec, self.config.max_context
-        tokens = check_prompt(prompt, vocab_size=spec.vocab_size, max_context=context)
+        one_chunk = self.config.prefill_chunk if self._layout.prompt_is_one_chunk else None
+        tokens = check_prompt(prompt, vocab_size=spec.vocab_size, max_context=context, prefill_chunk=one_chunk)
         resolved = resolve_params(
             params or SamplingParams(),
             prompt_tokens=len(tokens),
@@ -304,8 +320,11 @@ class LLMEngine:
             "max_context": self.config.max_context,
             "trained_loops": spec.trained_loops,
             "max_loops": spec.max_loops,
+            "open_ended": spec.open_ended,
+            "initial_states": list(spec.initial_states),
+            "kv_layout": self.config.kv_layout.value,
             "kv_planes": self._layout.planes,
-            "kv_bytes_per_token": self._layout.bytes_per_position,
+            "kv_bytes_per_position": self._layout.bytes_per_position,
             "exit_scores": list(spec.exit_scores),
             "exit_policies": policies,
             "eos_token_ids": list(self.loaded.eos_token_ids),
@@ -333,6 +352,7 @@ class LLMEngine:
             "prefill_chunk": c.prefill_chunk,
             "prefill_buckets": list(self._runner.prefill_buckets),
             "round_ticks": c.round_ticks,
+            "boundary_batch": c.boundary_batch,
             "max_waiting": c.max_waiting,
             "implementations": [dataclasses.asdict(choice) for choice in self._runner.implementations],
             "memory_plan": self._runner.memory_plan.as_dict(),
@@ -355,7 +375,7 @@ class LLMEngine:
         self.close()
 
 
-def _request_defaults(loaded: LoadedCheckpoint) -> RequestDefaults:
+def _request_defaults(loaded: LoadedCheckpoint, config: ResolvedEngineConfig) -> RequestDefaults:
     """DESIGN's table of defaults, filled from the checkpoint."""
     spec, generation = loaded.model.spec, loaded.generation
     return RequestDefaults(
@@ -363,7 +383,8 @@ def _request_defaults(loaded: LoadedCheckpoint) -> RequestDefaults:
         exit_threshold=spec.exit_threshold,
         min_loops=min(2, spec.max_loops),
         max_loops=spec.max_loops,
-        prefill_loops=spec.trained_loops,
+        prefill_loops=spec.max_loops if spec.open_ended else spec.trained_loops,
+        initial_state=config.initial_state,
         temperature=generation.temperature,
         top_k=generation.top_k,
         top_p=generation.top_p,

@@ -7,7 +7,9 @@
     report    pack the round's events for the host
 
 A tick:   core pass over all slots, each at its own (position, depth), writing and reading its own KV plane
-          -> exit test -> head and sampling for the rows that leave -> their next token enters at depth 0.
+          -> exit test -> coda, head and sampling for the rows that left -> their next token enters at depth 0.
+Layers before or after the loop run over all slots however few need them, so with such layers the rows at the boundary
+of the loop (in READOUT or ENTER) wait for each other: until boundary_batch of them do, or nobody is inside the loop.
 Nothing is read by the host inside a round.  Decode rows and chunk rows never share a matmul: the row count of a product
 may change its rounding, and a request's bits must not depend on its neighbours.
 
@@ -25,14 +27,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlt_jax.exits import exit_test, fresh_exit_state
+from rlt_jax.exits import (
+    READOUT_SCORES,
+    ExitPolicy,
+    ExitScores,
+    ExitState,
+    ReadoutState,
+    exit_test,
+    latent_score,
+    observe,
+    restarted,
+)
 from rlt_jax.kvcache.layout import KVLayout
-from rlt_jax.kvcache.pool import KVPool, empty_pool, write_rows
+from rlt_jax.kvcache.pool import KVPool, empty_pool, mark_exits, write_rows
 from rlt_jax.models.spec import Attend, LoopedModel, Params
 from rlt_jax.ops.paged_attention.api import paged_attention
 from rlt_jax.runtime.plan import MAX_CHUNKS, NO_TOKEN, Finish
 from rlt_jax.runtime.slots import Phase, SlotState, apply_bind, empty_slots
-from rlt_jax.sampling import sample
+from rlt_jax.sampling import sample, state_noise
 
 
 @jax.tree_util.register_dataclass
@@ -76,14 +88,18 @@ class RoundState:
 
     ticks: Any  # [] i32, ticks to run at most, <= max_ticks
     end_early: Any  # [] i32, 1: end as soon as a slot finishes, because requests wait
+    boundary_batch: Any  # [] i32, rows at the boundary of the loop that the layers outside it wait for
     chunks: Any  # [MAX_CHUNKS, 4] i32: slot, start, count, last (0 or 1) of each chunk, in the order they run
     next_chunk: Any  # [] i32, chunks that have run
     events: Events
 
 
+BEGIN_HEADER = ("ticks", "end_early", "boundary_batch")
+
+
 def begin_words(slots: int) -> int:
-    """Length of the packed plan that `Programs.begin` takes: ticks, end_early, a flag per slot to free, the chunks."""
-    return 2 + slots + 4 * MAX_CHUNKS
+    """Length of the packed plan that `Programs.begin` takes: BEGIN_HEADER, a flag per slot to free, the chunks."""
+    return len(BEGIN_HEADER) + slots + 4 * MAX_CHUNKS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,12 +120,12 @@ class Programs:
     def make_state(self) -> tuple[KVPool, SlotState, RoundState]:
         """Fresh pool, slots and round; used at start and after a device failure."""
         kv = empty_pool(self.layout, self.pages, self.dtype)
-        hidden = self.model.spec.hidden_size
-        slots = empty_slots(self.slots, self.max_context, self.pages_per_slot, hidden, self.dtype)
+        slots = empty_slots(self.slots, self.max_context, self.pages_per_slot, self.model.spec, self.dtype)
         events = Events.empty(self.max_ticks, self.slots)
         round_ = RoundState(
             ticks=jnp.int32(0),
             end_early=jnp.int32(0),
+            boundary_batch=jnp.int32(0),
             chunks=jnp.zeros((MAX_CHUNKS, 4), jnp.int32),
             next_chunk=jnp.int32(0),
             events=events,
@@ -119,15 +135,15 @@ class Programs:
     def begin(self, slots: SlotState, round_: RoundState, words: jax.Array) -> tuple[SlotState, RoundState]:
         """Start a round.  DONATES slots and round_.
 
-        `words` is [begin_words(S)] i32: ticks, end_early, 1 for each slot to free (those compute nothing from here on),
-        and the chunks, row by row.
+        `words` is [begin_words(S)] i32: BEGIN_HEADER, 1 for each slot to free (those compute nothing from here on), and
+        the chunks, row by row.
         """
-        freed = words[2 : 2 + self.slots] != 0
+        header, at = {name: words[i] for i, name in enumerate(BEGIN_HEADER)}, len(BEGIN_HEADER)
+        freed = words[at : at + self.slots] != 0
         slots = dataclasses.replace(slots, phase=jnp.where(freed, Phase.FREE, slots.phase).astype(jnp.int32))
         return slots, RoundState(
-            ticks=words[0],
-            end_early=words[1],
-            chunks=words[2 + self.slots :].reshape(MAX_CHUNKS, 4),
+            **header,
+            chunks=words[at + self.slots :].reshape(MAX_CHUNKS, 4),
             next_chunk=jnp.int32(0),
             events=Events.empty(self.max_ticks, self.slots),
         )
@@ -146,6 +162,9 @@ class Programs:
         """Run the round's next chunk, count <= bucket positions of one slot's prompt, through all its prefill loops.
 
         DONATES kv, slots and round_.  After a prompt's last chunk the slot is in READOUT at its last position.
+
+        A coda runs over the chunk for its KV alone: what follows attends to it.  READOUT computes the last position
+        once more, in decode rows, as for every other output.
         """
         slot, start, count, last = lax.dynamic_index_in_dim(round_.chunks, round_.next_chunk, keepdims=False)
         index = jnp.arange(bucket, dtype=jnp.int32)
@@ -159,26 +178,32 @@ class Programs:
         def attend_at(depth: jax.Array) -> Attend:
             plane = self.layout.plane(depth)
             # only the last loop's entry is final: it fills the deeper planes as well
-            planes_to = jnp.where(depth + 1 >= loops, self.layout.planes, plane + 1)
-            planes = (jnp.full((bucket,), plane), jnp.full((bucket,), planes_to))
+            deeper = _both(self.layout.writes_deeper(depth), depth + 1 >= loops)
+            planes_to = None if deeper is False else jnp.where(deeper, self.layout.planes, plane + 1)
+            in_core = (jnp.full((bucket,), plane), None if planes_to is None else jnp.full((bucket,), planes_to))
 
             def attend(kv: KVPool, layer: int, q: Any, k: Any, v: Any) -> tuple[KVPool, jax.Array]:
-                kv = self._write(kv, layer, k, v, address, planes)
+                core = self.layout.is_core(layer)
+                kv = self._write(kv, layer, k, v, address, in_core if core else _one_plane(bucket))
                 where = jnp.where(valid, position, -1)[None]
-                out = self._attend(kv, layer, q[None], table[None], where, plane[None])
+                out = self._attend(kv, layer, q[None], table[None], where, (plane if core else plane * 0)[None])
                 return kv, out[0]
 
             return attend
 
         x = self.model.embed(params, tokens)
         injected, kv = self.model.prelude(params, x, position, kv, attend_at(jnp.int32(0)))
-        state = self.model.initial_state(params, injected, None)
+        state = self.model.initial_state(params, injected, self._noise(slots, slot, position))
+        kv = mark_exits(kv, self.layout.planes, page=address[0], offset=address[1])
 
         def loop(depth: jax.Array, carry: tuple[jax.Array, KVPool]) -> tuple[jax.Array, KVPool]:
             state, kv = carry
             return self.model.core(params, state, injected, position, kv, attend_at(depth))
 
         state, kv = lax.fori_loop(0, loops, loop, (state, kv))
+        kv = mark_exits(kv, loops, page=address[0], offset=address[1])
+        if self.layout.coda_layers:
+            _, kv = self.model.readout(params, state, position, kv, attend_at(jnp.int32(0)))
         final = lax.dynamic_index_in_dim(state, count - 1, axis=0, keepdims=False)
 
         def put(rows: jax.Array, value: Any) -> jax.Array:
@@ -211,13 +236,25 @@ class Programs:
             events, kv, slots = carry
             idle = jnp.sum(slots.phase != Phase.CORE, dtype=jnp.int32)
             kv, slots = self._core_stage(params, kv, slots)
+            reads = (slots.phase == Phase.READOUT).any()
+            if self._outer_layers:  # decided once: rows that are read out now go on to enter in the same tick
+                boundary = self._boundary_is_open(slots, round_)
+                reads &= boundary
             events, kv, slots = lax.cond(
-                (slots.phase == Phase.READOUT).any(),
+                reads,
                 lambda args: self._readout_stage(params, *args),
                 lambda args: args,
                 (events, kv, slots),
             )
-            kv, slots = self._enter_stage(params, kv, slots)
+            if self._outer_layers:
+                kv, slots = lax.cond(
+                    boundary & self._can_enter(slots).any(),
+                    lambda args: self._enter_stage(params, *args),
+                    lambda args: args,
+                    (kv, slots),
+                )
+            else:
+                kv, slots = self._enter_stage(params, kv, slots)
             events = dataclasses.replace(events, ticks=events.ticks + 1, idle_row_ticks=events.idle_row_ticks + idle)
             return events, kv, slots
 
@@ -228,17 +265,26 @@ class Programs:
         """One loop for every row in CORE, then the exit test.  Leaving rows go to READOUT, or on to a forced token."""
         active = slots.phase == Phase.CORE
         depth = jnp.where(active, slots.depth, 0)
-        attend = self._slot_attend(slots, active, self.layout.plane(depth))
-        state, kv = self.model.core(params, slots.hidden, None, slots.position, kv, attend)
+        attend = self._slot_attend(slots, active, depth)
+        state, kv = self.model.core(params, slots.hidden, slots.injected, slots.position, kv, attend)
         done = slots.depth + active.astype(jnp.int32)
         forced = slots.position < slots.forced_end
         row = jnp.arange(self.slots, dtype=jnp.int32)
         trace = slots.given_depths[row, slots.position].astype(jnp.int32)
         given = jnp.where(forced, slots.prefill_loops, trace)
-        score = self.model.exit_score(params, state)
-        exit_state, leaves = exit_test(slots.exit_state, slots.exit_params, done, score, given)
+        exit_state, kv, kl = self._read_out_for_exits(params, kv, slots, state, done, active & (given == 0))
+        scores = ExitScores(
+            gate=self.model.exit_score(params, state),
+            latent=latent_score(slots.hidden, state) if "latent" in self.model.spec.exit_scores else None,
+            kl=kl,
+        )
+        tested, leaves = exit_test(exit_state, slots.exit_params, done, scores, given)
         leaves &= active
-        stays_forced = leaves & (slots.position + 1 < slots.forced_end)
+        kv = self._mark_rows(kv, slots, leaves, done)
+        if self.layout.coda_layers:  # its KV is part of the history: forced rows pass through READOUT like the others
+            stays_forced = jnp.zeros_like(leaves)
+        else:
+            stays_forced = leaves & (slots.position + 1 < slots.forced_end)
         position = slots.position + stays_forced.astype(jnp.int32)
         following = slots.given_tokens[row, jnp.minimum(position, self.max_context - 1)]
         phase = jnp.where(leaves, jnp.where(stays_forced, Phase.ENTER, Phase.READOUT), slots.phase)
@@ -249,17 +295,55 @@ class Programs:
             depth=done,
             token=jnp.where(stays_forced, following, slots.token),
             hidden=jnp.where(active[:, None], state, slots.hidden),
-            exit_state=jax.tree.map(lambda new, old: jnp.where(active, new, old), exit_state, slots.exit_state),
+            exit_state=dataclasses.replace(
+                exit_state,
+                survival=jnp.where(active, tested.survival, exit_state.survival),
+                pending=jnp.where(active, tested.pending, exit_state.pending),
+            ),
         )
+
+    def _read_out_for_exits(
+        self, params: Params, kv: KVPool, slots: SlotState, state: jax.Array, done: jax.Array, tested: jax.Array
+    ) -> tuple[ExitState, KVPool, jax.Array | None]:
+        """What the policies about next-token distributions see after a loop: the exit state, the pool, KL [S].
+
+        A readout costs a coda and a head, so it runs only while a row of `tested` has such a policy.  Such a row's own
+        coda KV is overwritten each time; other rows neither write nor change.
+        """
+        scores = [score for score in READOUT_SCORES if score in self.model.spec.exit_scores]
+        if not scores:
+            return slots.exit_state, kv, None
+        policies = [ExitPolicy[score.upper()] for score in scores]
+        wants = tested & (slots.exit_params.policy[:, None] == jnp.asarray(policies, jnp.int32)).any(-1)
+
+        def read_out(args: tuple[KVPool, ReadoutState]) -> tuple[KVPool, ReadoutState, jax.Array]:
+            kv, before = args
+            attend = self._slot_attend(slots, wants, jnp.zeros_like(slots.depth))
+            hidden, kv = self.model.readout(params, state, slots.position, kv, attend)
+            after, kl = observe(before, self.model.head(params, hidden), done, wants)
+            return kv, after, jnp.zeros(done.shape, jnp.float32) if kl is None else kl
+
+        def skip(args: tuple[KVPool, ReadoutState]) -> tuple[KVPool, ReadoutState, jax.Array]:
+            return *args, jnp.zeros(done.shape, jnp.float32)
+
+        kv, readout, kl = lax.cond(wants.any(), read_out, skip, (kv, slots.exit_state.readout))
+        return dataclasses.replace(slots.exit_state, readout=readout), kv, kl if "kl" in scores else None
 
     def _readout_stage(
         self, params: Params, events: Events, kv: KVPool, slots: SlotState
     ) -> tuple[Events, KVPool, SlotState]:
-        """Coda, head and sampling for the rows in READOUT; the head runs on all slots, so shapes never vary."""
+        """Coda, head and sampling for the rows in READOUT; the head runs on all slots, so shapes never vary.
+
+        A forced row is here for its coda's KV alone: nothing is sampled, and its next prompt token enters.
+        """
         live = slots.phase == Phase.READOUT
-        one = live.astype(jnp.int32)
         attend = self._slot_attend(slots, live, jnp.zeros_like(slots.depth))
         hidden, kv = self.model.readout(params, slots.hidden, slots.position, kv, attend)
+        forced = jnp.zeros_like(live)
+        if self.layout.coda_layers:
+            forced = live & (slots.position + 1 < slots.forced_end)
+            live &= ~forced
+        one = live.astype(jnp.int32)
         logits = self.model.head(params, hidden)
         token, logprob = sample(logits, slots.sampler, slots.output_index, live)
         stopped = (slots.stop_ids == token[:, None]).any(-1)
@@ -276,9 +360,19 @@ class Programs:
             logprob=record(events.logprob, logprob, 0.0),
             finish=record(events.finish, finish, Finish.NONE),
         )
+        after = slots.phase
+        if self.layout.coda_layers:
+            row = jnp.arange(self.slots, dtype=jnp.int32)
+            following = slots.given_tokens[row, jnp.minimum(slots.position + 1, self.max_context - 1)]
+            after = jnp.where(forced, Phase.ENTER, after)
+            slots = dataclasses.replace(
+                slots,
+                token=jnp.where(forced, following, slots.token),
+                position=slots.position + forced.astype(jnp.int32),
+            )
         slots = dataclasses.replace(
             slots,
-            phase=jnp.where(live, phase, slots.phase).astype(jnp.int32),
+            phase=jnp.where(live, phase, after).astype(jnp.int32),
             token=jnp.where(live, token, slots.token),
             position=slots.position + one,
             remaining=slots.remaining - one,
@@ -291,29 +385,57 @@ class Programs:
         enters = self._can_enter(slots)
         attend = self._slot_attend(slots, enters, jnp.zeros_like(slots.depth))
         injected, kv = self.model.prelude(params, self.model.embed(params, slots.token), slots.position, kv, attend)
-        state = self.model.initial_state(params, injected, None)
-        fresh = fresh_exit_state(self.slots)
+        row = jnp.arange(self.slots, dtype=jnp.int32)
+        state = self.model.initial_state(params, injected, self._noise(slots, row, slots.position))
+        kv = self._mark_rows(kv, slots, enters, self.layout.planes)
+        if slots.injected is not None:
+            slots = dataclasses.replace(slots, injected=jnp.where(enters[:, None], injected, slots.injected))
         return kv, dataclasses.replace(
             slots,
             phase=jnp.where(enters, Phase.CORE, slots.phase).astype(jnp.int32),
             depth=jnp.where(enters, 0, slots.depth),
             hidden=jnp.where(enters[:, None], state, slots.hidden),
-            exit_state=jax.tree.map(lambda new, old: jnp.where(enters, new, old), fresh, slots.exit_state),
+            exit_state=restarted(slots.exit_state, enters),
         )
+
+    @property
+    def _outer_layers(self) -> bool:
+        """Whether there is more than an embedding before the loop, or more than a head after it."""
+        return self.layout.prelude_layers + self.layout.coda_layers > 0
+
+    def _boundary_is_open(self, slots: SlotState, round_: RoundState) -> jax.Array:
+        """Whether the layers outside the loop run now.  Nobody inside the loop: yes, so nobody waits for ever."""
+        waiting = jnp.sum((slots.phase == Phase.READOUT) | self._can_enter(slots), dtype=jnp.int32)
+        return (waiting >= round_.boundary_batch) | ~(slots.phase == Phase.CORE).any()
+
+    def _noise(self, slots: SlotState, slot: jax.Array, position: jax.Array) -> jax.Array | None:
+        """`noise` of initial_state for rows of `slot` (one or [B]) at position [B]; None for models without it."""
+        start = slots.start
+        if start is None:
+            return None
+        key = jnp.broadcast_to(start.key[slot], (*position.shape, 2))
+        noise = state_noise(key, position, self.model.spec.hidden_size)
+        return jnp.where(jnp.broadcast_to(start.random[slot], position.shape)[:, None], noise, 0.0)
 
     def _can_enter(self, slots: SlotState) -> jax.Array:
         stalled = slots.position // self.layout.page_size >= slots.pages_owned
         return (slots.phase == Phase.ENTER) & ~stalled
 
-    def _slot_attend(self, slots: SlotState, active: jax.Array, plane: jax.Array) -> Attend:
-        """`attend` for one query per slot; inactive rows write nothing and see nothing."""
+    def _slot_attend(self, slots: SlotState, active: jax.Array, depth: jax.Array) -> Attend:
+        """`attend` for one query per slot, at `depth` [S] in the core; inactive rows write nothing and see nothing."""
         address = self._address(slots.table, slots.position, active)
         where = jnp.where(active, slots.position, -1)[:, None]
-        planes = (plane, jnp.full_like(plane, self.layout.planes))
+        plane, deeper = self.layout.plane(depth), self.layout.writes_deeper(depth)
+        if deeper is True:
+            planes_to: Any = jnp.full_like(plane, self.layout.planes)
+        else:
+            planes_to = None if deeper is False else jnp.where(deeper, self.layout.planes, plane + 1)
 
         def attend(kv: KVPool, layer: int, q: Any, k: Any, v: Any) -> tuple[KVPool, jax.Array]:
-            kv = self._write(kv, layer, k, v, address, planes)
-            return kv, self._attend(kv, layer, q[:, None], slots.table, where, plane)[:, 0]
+            core = self.layout.is_core(layer)
+            kv = self._write(kv, layer, k, v, address, (plane, planes_to) if core else _one_plane(self.slots))
+            at = plane if core else jnp.zeros_like(plane)
+            return kv, self._attend(kv, layer, q[:, None], slots.table, where, at)[:, 0]
 
         return attend
 
@@ -338,4 +460,34 @@ class Programs:
         )
 
     def _attend(self, kv: KVPool, layer: int, q: Any, table: Any, positions: Any, planes: Any) -> jax.Array:
-        return paged_attention(q, kv.k[layer], kv.v[layer], table, positions, planes, implementation=self.attention)
+        core = self.layout.is_core(layer)
+        return paged_attention(
+            q,
+            kv.k[layer],
+            kv.v[layer],
+            table,
+            positions,
+            planes,
+            exit_depth=kv.exit_depth if core else None,
+            history=self.layout.history if core else None,
+            implementation=self.attention,
+        )
+
+    def _mark_rows(self, kv: KVPool, slots: SlotState, rows: jax.Array, exit_depth: Any) -> KVPool:
+        """Note the exit depth of the positions of `rows` [S] bool, where the layout keeps it."""
+        if self.layout.history is None:
+            return kv
+        page, offset = self._address(slots.table, slots.position, rows)
+        return mark_exits(kv, exit_depth, page=page, offset=offset)
+
+
+def _one_plane(rows: int) -> tuple[jax.Array, None]:
+    """Planes that layers outside the loop write: their only one."""
+    return jnp.zeros((rows,), jnp.int32), None
+
+
+def _both(always: Any, sometimes: jax.Array) -> Any:
+    """`and` of a condition that may be a plain bool with an array; a plain False stays one."""
+    if isinstance(always, bool):
+        return sometimes if always else False
+    return always & sometimes

@@ -28,8 +28,8 @@ from rlt_jax.ops.selection import Requirement
 from rlt_jax.runtime.compiler import compile_programs, prefill_buckets
 from rlt_jax.runtime.memory import MemoryPlan, host_available_bytes, plan_memory
 from rlt_jax.runtime.plan import PrefillChunk, RoundEvents, RoundPlan, SlotBind
-from rlt_jax.runtime.programs import Programs, begin_words
-from rlt_jax.runtime.slots import MAX_GIVEN_DEPTH, pack_bind
+from rlt_jax.runtime.programs import BEGIN_HEADER, Programs, begin_words
+from rlt_jax.runtime.slots import pack_bind
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,6 @@ class Runner:
         self._slots: Any = None
         self._round: Any = None
         spec = model.spec
-        if spec.max_loops > MAX_GIVEN_DEPTH:
-            raise NotImplementedError(
-                f"max_loops={spec.max_loops} of the model; slots hold depths up to {MAX_GIVEN_DEPTH}"
-            )
         need = Requirement(
             platform=device.platform,
             dtype=config.dtype,
@@ -88,6 +84,7 @@ class Runner:
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             page_size=layout.page_size,
+            exit_depth=layout.history is not None,
         )
         attention = choose_paged_attention(config.kernels, need)
         kv_write = choose_kv_write(config.kernels, need)
@@ -166,10 +163,11 @@ class Runner:
         """Bring a plan to the device; starts no program."""
         slots = self._programs.slots
         words = np.zeros(begin_words(slots), np.int32)
-        words[:2] = plan.ticks, plan.end_early
-        words[[2 + slot for slot in plan.releases]] = 1
+        at = len(BEGIN_HEADER)
+        words[:at] = plan.ticks, plan.end_early, self._config.boundary_batch
+        words[[at + slot for slot in plan.releases]] = 1
         for i, c in enumerate(plan.chunks):
-            words[2 + slots + 4 * i :][:4] = c.slot, c.start, c.count, c.last
+            words[at + slots + 4 * i :][:4] = c.slot, c.start, c.count, c.last
         return _Staged(
             begin=self._put(words),
             binds=[self._put(self._pack(bind)) for bind in plan.binds],

@@ -4,11 +4,13 @@ Life of a slot:
 
     FREE --bind--> FREE (its prompt runs in chunks) --last chunk--> READOUT        LAST_EXITED
     FREE --bind--> ENTER (its prompt runs position by position, forced)            SHARED
-    READOUT --sample--> ENTER --embed--> CORE --loops--> READOUT -> ...            until a stop: FREE
+    READOUT --sample--> ENTER --prelude--> CORE --loops--> READOUT -> ...          until a stop: FREE
 
 Two conditions are derived, never stored: a row is *forced* while position < forced_end (a SHARED prompt: exactly
 prefill_loops loops, neither sampled nor delivered), and *stalled* while it is in ENTER and does not own the page of its
 position.
+
+What only some models need is None for the others, whose programs then do not know it.
 """
 
 from __future__ import annotations
@@ -23,11 +25,10 @@ import numpy as np
 
 from rlt_jax.config import MAX_STOP_IDS
 from rlt_jax.exits import POLICY_NAMES, ExitParams, ExitState, fresh_exit_state
+from rlt_jax.models.spec import ModelSpec
 from rlt_jax.request import Request
 from rlt_jax.runtime.plan import NO_TOKEN
-from rlt_jax.sampling import SamplerParams, request_key
-
-MAX_GIVEN_DEPTH = 127  # given_depths is int8
+from rlt_jax.sampling import SamplerParams, request_key, state_key
 
 
 class Phase(enum.IntEnum):
@@ -35,6 +36,15 @@ class Phase(enum.IntEnum):
     ENTER = 1  # token and position known, waits for the prelude
     CORE = 2  # inside the loop
     READOUT = 3  # left the loop, waits for coda and sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartParams:
+    """What a request's states start from, for models that offer the choice."""
+
+    random: Any  # [S] bool: from noise, else from zeros
+    key: Any  # [S, 2] u32, key data of the stream of initial states
 
 
 @jax.tree_util.register_dataclass
@@ -62,13 +72,15 @@ class SlotState:
     sampler: SamplerParams
     given_tokens: Any  # [S, C] i32, the prompt
     given_depths: Any  # [S, C] i8, exit depth to obey at a position (trace), 0 = none
+    injected: Any = None  # [S, E] the prelude's output, which every loop reads; None: the model does not inject
+    start: Any = None  # StartParams; None: the model's states do not start from noise
 
     @property
     def slots(self) -> int:
         return self.phase.shape[0]
 
 
-def empty_slots(slots: int, max_context: int, pages_per_slot: int, hidden_size: int, dtype: jnp.dtype) -> SlotState:
+def empty_slots(slots: int, max_context: int, pages_per_slot: int, spec: ModelSpec, dtype: jnp.dtype) -> SlotState:
     """Every slot FREE."""
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
@@ -81,13 +93,13 @@ def empty_slots(slots: int, max_context: int, pages_per_slot: int, hidden_size: 
         position=zeros(),
         depth=zeros(),
         token=zeros(),
-        hidden=zeros(hidden_size, dtype=dtype),
+        hidden=zeros(spec.hidden_size, dtype=dtype),
         forced_end=zeros(),
         prefill_loops=zeros(),
         remaining=zeros(),
         output_index=zeros(),
         stop_ids=jnp.full((slots, MAX_STOP_IDS), NO_TOKEN, jnp.int32),
-        exit_state=fresh_exit_state(slots),
+        exit_state=fresh_exit_state(slots, spec.vocab_size, spec.exit_scores),
         exit_params=ExitParams(
             policy=zeros(), threshold=zeros(dtype=jnp.float32), min_loops=zeros(), max_loops=zeros()
         ),
@@ -101,6 +113,10 @@ def empty_slots(slots: int, max_context: int, pages_per_slot: int, hidden_size: 
         ),
         given_tokens=zeros(max_context),
         given_depths=zeros(max_context, dtype=jnp.int8),
+        injected=zeros(spec.hidden_size, dtype=dtype) if spec.injects else None,
+        start=StartParams(random=zeros(dtype=jnp.bool_), key=zeros(2, dtype=jnp.uint32))
+        if "random" in spec.initial_states
+        else None,
     )
 
 
@@ -125,6 +141,7 @@ _HEADER = (
     "seed_high",
     "seed_low",
     "sample_index",
+    "random_start",
 )
 _FLOATS = frozenset({"threshold", "temperature", "top_p", "min_p"})
 
@@ -166,6 +183,7 @@ def pack_bind(
         "seed_high": p.seed >> 32,
         "seed_low": p.seed & 0xFFFFFFFF,
         "sample_index": p.sample_index,
+        "random_start": p.initial_state == "random",
     }
     words = np.zeros(bind_words(max_context, pages_per_slot), np.int32)
     for i, name in enumerate(_HEADER):
@@ -190,6 +208,10 @@ def pack_bind(
 def apply_bind(slots: SlotState, words: jax.Array) -> SlotState:
     """Put a packed request into its slot.  DONATES slots; the whole row is new, so nothing of the last owner stays."""
     context, width = slots.given_tokens.shape[1], slots.table.shape[1]
+
+    def nothing(rows: jax.Array) -> jax.Array:
+        return jnp.zeros(rows.shape[1:], rows.dtype)
+
     field: dict[str, jax.Array] = {}
     for i, name in enumerate(_HEADER):
         field[name] = jax.lax.bitcast_convert_type(words[i], jnp.float32) if name in _FLOATS else words[i]
@@ -201,6 +223,9 @@ def apply_bind(slots: SlotState, words: jax.Array) -> SlotState:
     tokens = words[at : at + context]
     depths = jax.lax.bitcast_convert_type(words[at + context :], jnp.int8).reshape(-1)[:context]
     seed = [jax.lax.bitcast_convert_type(field[w], jnp.uint32) for w in ("seed_high", "seed_low", "sample_index")]
+    start = None
+    if slots.start is not None:
+        start = StartParams(random=field["random_start"] != 0, key=state_key(*seed[:2]))
     zero = jnp.int32(0)
     row = SlotState(
         phase=field["phase"],
@@ -209,13 +234,15 @@ def apply_bind(slots: SlotState, words: jax.Array) -> SlotState:
         position=zero,
         depth=zero,
         token=field["token"],
-        hidden=jnp.zeros(slots.hidden.shape[1:], slots.hidden.dtype),
+        hidden=nothing(slots.hidden),
         forced_end=field["forced_end"],
         prefill_loops=field["prefill_loops"],
         remaining=field["max_tokens"],
         output_index=zero,
         stop_ids=stop_ids,
-        exit_state=ExitState(survival=jnp.float32(1), pending=zero),
+        exit_state=ExitState(
+            survival=jnp.float32(1), pending=zero, readout=jax.tree.map(nothing, slots.exit_state.readout)
+        ),
         exit_params=ExitParams(**{n: field[n] for n in ("policy", "threshold", "min_loops", "max_loops")}),
         sampler=SamplerParams(
             **{n: field[n] for n in ("temperature", "top_k", "top_p", "min_p")},
@@ -224,5 +251,7 @@ def apply_bind(slots: SlotState, words: jax.Array) -> SlotState:
         ),
         given_tokens=tokens,
         given_depths=depths,
+        injected=jax.tree.map(nothing, slots.injected),
+        start=start,
     )
     return jax.tree.map(lambda all_rows, one: all_rows.at[field["slot"]].set(one), slots, row)

@@ -124,7 +124,7 @@ class NanbeigeOracle:
             logits = self._logits(x)
             token = tokens[k] if tokens is not None else choose(k, logits)
             # no gate: the probability of having left is zero after every loop
-            steps.append(Step(token=int(token), depth=depth, logits=logits, cdf=(0.0,) * depth if k else ()))
+            steps.append(Step(token=int(token), depth=depth, logits=logits, scores=(0.0,) * depth if k else ()))
         return steps
 
 

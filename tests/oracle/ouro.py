@@ -20,8 +20,8 @@ SHARED = "shared"
 class Policy:
     """When a decode token leaves the loop.  `trace[k]` is the depth of output k (the first comes from the prompt)."""
 
-    name: str = "gate"  # gate · gate_delayed · fixed · trace
-    threshold: float = 1.0
+    name: str = "gate"  # gate · gate_delayed · latent · kl · argmax · fixed · trace
+    threshold: float = 1.0  # a probability, of latent and kl a change of state or distribution, of argmax a count
     min_loops: int = 2
     max_loops: int = 4
     trace: tuple[int, ...] = ()
@@ -34,7 +34,8 @@ class Step:
     token: int
     depth: int
     logits: np.ndarray  # [V]
-    cdf: tuple[float, ...]  # after loops 1..depth of the token that was fed; () for the first output
+    scores: tuple[float, ...]  # what the policy saw after loops 1..depth of the fed token; () for the first output
+    readouts: np.ndarray | None = None  # [depth, V] logits after every loop, where the policy is about them
 
     @property
     def log_probabilities(self) -> np.ndarray:
@@ -168,23 +169,34 @@ class OuroOracle:
     def _step(self, k: int, x: np.ndarray, depth: int, cdf: tuple, choose: Choose, tokens: Sequence | None) -> Step:
         logits = self._logits(x)
         token = tokens[k] if tokens is not None else choose(k, logits)
-        return Step(token=int(token), depth=depth, logits=logits, cdf=cdf)
+        return Step(token=int(token), depth=depth, logits=logits, scores=cdf)
 
 
-def wants_exit(policy: Policy, output: int, r: int, cdf: float, pending: int | None) -> tuple[bool, int | None]:
+def wants_exit(policy: Policy, output: int, r: int, score: float, pending: int | None) -> tuple[bool, int | None]:
     """Whether a token leaves after loop r, and the depth at which a delayed exit has been announced."""
     if policy.name == "trace":
         return r >= policy.trace[output], None
     if r >= policy.max_loops:
         return True, pending
-    if policy.name == "fixed" or policy.threshold >= 1:
+    if policy.name == "fixed":
+        return False, None
+    if policy.name in ("latent", "kl"):  # 0 is full depth, also where rounding makes a divergence negative
+        return r >= policy.min_loops and policy.threshold > 0 and score < policy.threshold, None
+    if policy.name == "argmax":
+        return r >= policy.min_loops and score >= policy.threshold, None
+    if policy.threshold >= 1:  # of a gate's probabilities
         return False, None
     if policy.name == "gate":
-        return r >= policy.min_loops and cdf >= policy.threshold, None
+        return r >= policy.min_loops and score >= policy.threshold, None
     assert policy.name == "gate_delayed", policy.name
     if pending is not None:
         return r >= pending, pending
-    return False, r + 1 if r >= policy.min_loops and cdf >= policy.threshold else None
+    return False, r + 1 if r >= policy.min_loops and score >= policy.threshold else None
+
+
+def unchanged(best: Sequence[int]) -> int:
+    """For how many entries at its end a list repeats the one before."""
+    return next((n for n in range(len(best) - 1) if best[-1 - n] != best[-2 - n]), len(best) - 1)
 
 
 class Memory:

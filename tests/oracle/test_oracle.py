@@ -49,7 +49,7 @@ def test_gate_sees_the_reference_cdf(golden: dict[str, np.ndarray], row: int) ->
     """Full-depth decode along the prompt: the CDF that a decode token gets is the reference's for that position."""
     prompt = golden["input_ids"][row]
     along = OuroOracle(FIXTURE).run(prompt[:1], 12, FULL, tokens=[*prompt[1:], 0], depths=[4] * 12)
-    cdf = np.asarray([s.cdf for s in along[1:]])
+    cdf = np.asarray([s.scores for s in along[1:]])
     np.testing.assert_allclose(cdf[:, :3], golden["exit_cdf"][row, 1:, :3], atol=2e-4, rtol=0)
     np.testing.assert_allclose([s.logits for s in along], golden["logits"][row], atol=2e-4, rtol=0)
 

@@ -16,22 +16,24 @@ def kv_write(
     page: Int[Array, " B"],
     offset: Int[Array, " B"],
     planes_from: Int[Array, " B"],
-    planes_to: Int[Array, " B"],
+    planes_to: Int[Array, " B"] | None,
     *,
     implementation: str = "reference",
 ) -> tuple[Float[Array, "P N K page D"], Float[Array, "P N K page D"]]:
     """Store row b's entry at pool[page[b], p, :, offset[b]] for every plane p in [planes_from[b], planes_to[b]).
 
+    planes_to None means the one plane planes_from[b], which costs no more in a pool of many planes.
+
     A row whose page is >= P writes nothing (idle slots, padding).  No two live rows may share (page, offset).
     Updates in place where the caller donated the pools.
     """
-    args = (k_pool, v_pool, k, v, page, offset, planes_from, planes_to)
+    args = (k_pool, v_pool, k, v, page, offset, planes_from)
     if implementation == "reference":
-        return kv_write_reference(*args)
+        return kv_write_reference(*args, planes_to)
     if implementation == "triton":
         from rlt_jax.ops.kv_write.triton import kv_write_triton
 
-        return kv_write_triton(*args)
+        return kv_write_triton(*args, planes_from + 1 if planes_to is None else planes_to)
     raise ValueError(f"{implementation=} is not one of reference, triton")
 
 

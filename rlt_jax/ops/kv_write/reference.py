@@ -14,10 +14,16 @@ def kv_write_reference(
     page: jax.Array,
     offset: jax.Array,
     planes_from: jax.Array,
-    planes_to: jax.Array,
+    planes_to: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """See api.kv_write.  Unwanted (row, plane) pairs get an index out of range, which the scatter drops."""
     planes = k_pool.shape[1]
+    if planes_to is None:
+
+        def put_one(pool: jax.Array, rows: jax.Array) -> jax.Array:
+            return pool.at[page, planes_from, :, offset, :].set(rows.astype(pool.dtype), mode="drop")
+
+        return put_one(k_pool, k), put_one(v_pool, v)
     plane = jnp.arange(planes, dtype=jnp.int32)[None, :]
     wanted = (plane >= planes_from[:, None]) & (plane < planes_to[:, None])
     plane = jnp.where(wanted, plane, planes)

@@ -16,6 +16,8 @@ def paged_attention(
     positions: Int[Array, "B T"],
     planes: Int[Array, " B"],
     *,
+    exit_depth: Int[Array, "P page"] | None = None,
+    history: str | None = None,
     implementation: str = "reference",
 ) -> Float[Array, "B T H D"]:
     """Causal attention of T query positions per row over the row's pages, at one plane per row.
@@ -24,6 +26,10 @@ def paged_attention(
     0 .. positions[b, t] inclusive, found at pool[table[b, p // page], planes[b], :, p % page].  The keys of the query
     positions themselves must already be in the pool.  positions = -1 marks a query that sees nothing: its output is 0.
 
+    With `history`, `exit_depth` (one-based, of every position of the pool) changes what row b sees of a key whose entry
+    is e: "resolve" finds it at plane min(planes[b], e - 1), "drop" sees it only if e > planes[b].  A query that sees no
+    key at all has the output 0.
+
     Args:
         table: page ids; entries past a row's last page must be valid ids (0), never read for their content.
         implementation: "reference" or "triton"; `choose_paged_attention` tells which one fits.
@@ -31,9 +37,13 @@ def paged_attention(
     Returns:
         Same shape and dtype as q; softmax in float32.
     """
+    if history not in (None, "resolve", "drop") or (history is None) != (exit_depth is None):
+        raise ValueError(f"{history=} is not one of None, resolve, drop, or exit_depth does not go with it")
     if implementation == "reference":
-        return paged_attention_reference(q, k_pool, v_pool, table, positions, planes)
+        return paged_attention_reference(q, k_pool, v_pool, table, positions, planes, exit_depth, history)
     if implementation == "triton":
+        if history is not None:
+            raise ValueError(f"{history=} is not built for implementation='triton'")
         from rlt_jax.ops.paged_attention.triton import paged_attention_triton
 
         return paged_attention_triton(q, k_pool, v_pool, table, positions, planes)
@@ -48,6 +58,7 @@ def triton_refusal(need: Requirement) -> str | None:
         (power_of_two(need.head_dim) and 16 <= need.head_dim <= 256, f"head_dim {need.head_dim} not 16..256, 2^n"),
         (power_of_two(need.page_size) and need.page_size >= 16, f"page_size {need.page_size} not 2^n >= 16"),
         (group <= 8, f"{group} query heads per KV head are more than 8"),
+        (not need.exit_depth, "history that depends on exit depths (drop, or more than 8 planes) is not built"),
     ]
     return next((reason for ok, reason in checks if not ok), None)
 

@@ -19,6 +19,8 @@ def paged_attention_reference(
     table: jax.Array,
     positions: jax.Array,
     planes: jax.Array,
+    exit_depth: jax.Array | None = None,
+    history: str | None = None,
 ) -> jax.Array:
     """See api.paged_attention.  Online softmax in float32 over blocks in ascending position.
 
@@ -37,13 +39,22 @@ def paged_attention_reference(
         acc, peak, total = carry
         pages = lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block, axis=1)
 
+        exits = None if exit_depth is None else exit_depth[pages]  # [B, pages, page]
+
         def fetch(pool: jax.Array) -> jax.Array:  # [B, K, block, D]
+            if exits is not None and history == "resolve":
+                plane = jnp.minimum(planes[:, None, None], jnp.maximum(exits - 1, 0))  # [B, pages, page]
+                offset = jnp.arange(page_size, dtype=jnp.int32)
+                rows = pool[pages[:, :, None], plane, :, offset]  # [B, pages, page, K, D]
+                return rows.reshape(batch, block, kv_heads, dim).swapaxes(1, 2).astype(jnp.float32)
             tiles = pool[pages, planes[:, None]]  # [B, pages, K, page, D]
             return tiles.swapaxes(1, 2).reshape(batch, kv_heads, block, dim).astype(jnp.float32)
 
         scores = jnp.einsum("btkgd,bksd->btkgs", scaled, fetch(k_pool), precision=lax.Precision.HIGHEST)
         key_position = i * block + jnp.arange(block, dtype=jnp.int32)
         seen = key_position[None, None, :] <= positions[:, :, None]  # [B, T, block]
+        if exits is not None and history == "drop":
+            seen &= (exits.reshape(batch, block) > planes[:, None])[:, None, :]
         scores = jnp.where(seen[:, :, None, None, :], scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
         weight = jnp.where(seen[:, :, None, None, :], jnp.exp(scores - new_peak[..., None]), 0.0)
