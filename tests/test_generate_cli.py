@@ -20,7 +20,7 @@ import pytest
 import rlt_jax.llm
 from rlt_jax import __version__, cli, generate
 from rlt_jax.config import EngineConfig
-from rlt_jax.exits import POLICY_NAMES
+from rlt_jax.exits import DEFAULT_THRESHOLDS, POLICY_NAMES
 from rlt_jax.llm import LLM
 from rlt_jax.request import SamplingParams
 from tests.conftest import fixture_dir
@@ -101,6 +101,8 @@ def test_help_says_what_a_threshold_means_to_every_policy() -> None:
     (words,) = [a.help for a in generate.build_parser()._actions if a.option_strings == ["--exit-threshold"]]
     for policy in set(POLICY_NAMES) - {"fixed", "trace"}:
         assert re.search(rf"\b{policy}\b", words), policy
+    assert re.findall(r"\(default: ([\d., ]+)\)", words) == ["0.03, 0.001", "5"]
+    assert DEFAULT_THRESHOLDS == {"latent": 0.03, "kl": 0.001, "argmax": 5.0}
     (words,) = [a.help for a in generate.build_parser()._actions if a.option_strings == ["--exit-policy"]]
     for policy in POLICY_NAMES:
         assert re.search(rf"\b{policy}\b", words), policy

@@ -82,7 +82,9 @@ def huginn_layout(kind: KVLayoutKind, cap: int, ring_planes: int | None = None) 
 
 
 def test_sizes_are_those_of_the_layout() -> None:
-    rows = re.findall(r"^\| `(\w+)`(?: \(default\))?(?:, `--kv-planes (\d)`)? \|.*\| ([\d,]+) / ([\d,]+) \|", PAGE.text, re.MULTILINE)  # noqa: E501
+    rows = re.findall(
+        r"^\| `(\w+)`(?: \(default\))?(?:, `--kv-planes (\d)`)? \|.*\| ([\d,]+) / ([\d,]+) \|", PAGE.text, re.MULTILINE
+    )
     assert {kind for kind, *_ in rows} == {kind.value for kind in KVLayoutKind}
     for kind, planes, *sizes in rows:
         found = [
