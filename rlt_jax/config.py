@@ -22,6 +22,7 @@ class KVLayoutKind(enum.Enum):
 DTYPES = ("bfloat16", "float32")
 KERNEL_CHOICES = ("auto", "reference", "triton")
 INITIAL_STATES = ("injected", "zeros", "random")  # that any model offers; each model says which are its own
+MAX_RING_PLANES = 8  # see kvcache.layout: the first loops write all deeper planes through
 MAX_LOOPS = 127  # given depths travel and are kept as int8
 MAX_STOP_IDS = 16  # stop ids and EOS ids of one request together; a compiled width
 
@@ -87,7 +88,7 @@ class EngineConfig:
                 f"initial_state must be one of {', '.join(INITIAL_STATES)}, found {self.initial_state!r}"
             )
         limits = {
-            "kv_planes": (1, 1 << 10),
+            "kv_planes": (1, MAX_RING_PLANES),
             "max_loops": (1, MAX_LOOPS),
             "boundary_batch": (1, 4096),
             "slots": (1, 4096),

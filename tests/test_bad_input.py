@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from rlt_jax import EngineConfig, InvalidConfig, InvalidRequest, LLMEngine, QueueFull, SamplingParams
 from rlt_jax.text import TextTokenizer
-from tests.engines import CONTEXT, LAST_EXITED, alone, drained, engine, llm, sampling, settled
+from tests.engines import CONTEXT, FIXTURE, LAST_EXITED, alone, drained, engine, llm, sampling, settled
 
 NAN, INFINITY = float("nan"), float("inf")
 PROMPT = [1, 2, 3]
@@ -94,6 +94,13 @@ CASES = {
     "trace with another policy": (
         PROMPT, {"max_tokens": 1, "exit_trace": (4,), "exit_policy": "gate"}, "exit_policy", ["'gate'", "trace"],
     ),
+    "policy of a score that the model lacks": (
+        PROMPT, {"exit_policy": "latent"}, "exit_policy", ["latent needs the score 'latent'", "ouro gives 'gate'"],
+    ),
+    "initial state that the model lacks": (
+        PROMPT, {"initial_state": "zeros"}, "initial_state", ["'zeros'", "one of injected", "ouro"],
+    ),
+    "initial state that is no name": (PROMPT, {"initial_state": 0}, "initial_state", ["0", "injected"]),
     "unknown log-probabilities": (PROMPT, {"logprobs": "both"}, "logprobs", ["'both'", "raw", "processed"]),
     "ignore_eos that is no bool": (PROMPT, {"ignore_eos": 1}, "ignore_eos", ["1", "true or false"]),
 }  # fmt: skip
@@ -268,7 +275,16 @@ def test_a_full_queue_is_not_an_invalid_request(target: LLMEngine, monkeypatch: 
         ({"kv_pages": 0}, ["kv_pages", "0"]),
         ({"round_ticks": 65}, ["round_ticks", "65", "64"]),
         ({"dtype": "float16"}, ["dtype", "float16", "bfloat16, float32"]),
-        ({"kv_layout": "both"}, ["kv_layout", "last_exited, shared", "'both'"]),
+        ({"kv_layout": "both"}, ["kv_layout", "last_exited, shared, drop, ring", "'both'"]),
+        ({"kv_planes": 2}, ["kv_planes=2", "ring", "last_exited"]),
+        ({"kv_planes": 2, "kv_layout": "drop"}, ["kv_planes=2", "ring", "drop"]),
+        ({"kv_planes": 0, "kv_layout": "ring"}, ["kv_planes", "0", "[1, 8]"]),
+        ({"kv_planes": 9, "kv_layout": "ring"}, ["kv_planes", "9", "[1, 8]"]),
+        ({"max_loops": 128}, ["max_loops", "128", "[1, 127]"]),
+        ({"max_loops": 0}, ["max_loops", "0", "[1, 127]"]),
+        ({"boundary_batch": 0}, ["boundary_batch", "0", "[1, 4096]"]),
+        ({"boundary_batch": True}, ["boundary_batch", "True"]),
+        ({"initial_state": "ones"}, ["initial_state", "'ones'", "injected, zeros, random"]),
         ({"kernels": "magic"}, ["kernels", "magic", "auto, reference, triton"]),
         ({"memory_fraction": 1.0}, ["memory_fraction", "1.0", "[0.05, 0.98]"]),
         ({"memory_fraction": NAN}, ["memory_fraction", "nan"]),
@@ -285,4 +301,40 @@ def test_settings_are_checked_at_once(settings: dict, fragments: list[str]) -> N
 
 def test_a_context_beyond_the_model() -> None:
     with pytest.raises(InvalidConfig, match=r"max_context=1024.*max_position_embeddings=512"):
-        EngineConfig(max_context=1024).resolved(platform="cpu", max_positions=512)
+        resolved(max_context=1024)
+
+
+def resolved(*, initial_states: tuple[str, ...] = ("injected",), whole_stack: bool = True, **settings: object):
+    """Settings for a model of four loops and 512 positions on a CPU."""
+    return EngineConfig(**settings).resolved(
+        platform="cpu", max_positions=512, max_loops=4, initial_states=initial_states, whole_stack=whole_stack
+    )
+
+
+def test_an_initial_state_that_the_model_does_not_offer() -> None:
+    with pytest.raises(InvalidConfig, match=r"initial_state='random'.*offers injected"):
+        resolved(initial_state="random")
+    with pytest.raises(InvalidConfig, match=r"initial_state='injected'.*offers zeros, random"):
+        resolved(initial_state="injected", initial_states=("zeros", "random"))
+
+
+def test_settings_that_the_model_decides() -> None:
+    """What None means, and that a quarter of few slots is still one."""
+    ouro, huginn = resolved(), resolved(initial_states=("zeros", "random"), whole_stack=False)
+    assert (ouro.initial_state, ouro.boundary_batch, ouro.max_loops, ouro.kv_planes) == ("injected", 1, 4, None)
+    assert (huginn.initial_state, huginn.boundary_batch) == ("zeros", 2)  # of 8 slots
+    assert resolved(whole_stack=False, slots=3).boundary_batch == 1
+    assert resolved(whole_stack=False, boundary_batch=5).boundary_batch == 5
+    assert resolved(kv_layout="ring").kv_planes == 1
+    assert resolved(kv_layout="ring", kv_planes=3).kv_planes == 3
+
+
+@pytest.mark.parametrize("asked", [1, 3, 5])
+def test_another_depth_of_a_model_of_fixed_depth(asked: int) -> None:
+    with pytest.raises(InvalidConfig, match=rf"max_loops must be 4, the only cap of .*'ouro', found {asked}"):
+        LLMEngine(FIXTURE, EngineConfig(max_loops=asked))
+
+
+def test_more_ring_planes_than_loops() -> None:
+    with pytest.raises(InvalidConfig, match=r"kv_planes must be in \[1, 4\] .*max_loops=4.*found 5"):
+        LLMEngine(FIXTURE, EngineConfig(kv_layout="ring", kv_planes=5))

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rlt_jax.config import KVLayoutKind
+from rlt_jax.config import MAX_RING_PLANES, KVLayoutKind
 from rlt_jax.errors import InvalidConfig
 
 MAX_WRITE_THROUGH_PLANES = 8  # beyond this, writing every deeper plane at every loop costs more than resolving at read
@@ -81,12 +81,9 @@ class KVLayout:
         """
         if kind is KVLayoutKind.RING:
             planes = 1 if ring_planes is None else ring_planes
-            limit = min(MAX_WRITE_THROUGH_PLANES, max_loops)
+            limit = min(MAX_RING_PLANES, max_loops)
             if not 1 <= planes <= limit:
-                raise InvalidConfig(
-                    f"kv_planes must be in [1, {limit}] for kv_layout=ring (max_loops={max_loops}, and never more than "
-                    f"{MAX_WRITE_THROUGH_PLANES}), found {planes}"
-                )
+                raise InvalidConfig(f"kv_planes must be in [1, {limit}] with max_loops={max_loops}, found {planes}")
         else:
             planes = 1 if kind is KVLayoutKind.SHARED else max_loops
         return cls(

@@ -6,6 +6,8 @@ no separate copy and yet equals one, and that idle and padding rows never touch 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +15,29 @@ import pytest
 
 from rlt_jax.config import KVLayoutKind
 from rlt_jax.kvcache.layout import KVLayout, read_plane
-from rlt_jax.kvcache.pool import KVPool, empty_pool, write_rows
-from rlt_jax.ops.paged_attention.api import paged_attention
+from rlt_jax.kvcache.pool import KVPool, empty_pool, mark_exits, write_rows
+from rlt_jax.ops.paged_attention.api import choose_paged_attention, paged_attention
+from rlt_jax.ops.selection import Requirement
+from tests.oracle.huginn import visible_loop
 
 LAST, SHARED = KVLayoutKind.LAST_EXITED, KVLayoutKind.SHARED
+DROP, RING = KVLayoutKind.DROP, KVLayoutKind.RING
 
 
-def layout(kind: KVLayoutKind, *, heads: int = 1, dim: int = 1, page_size: int = 4, layers: int = 1) -> KVLayout:
+def layout(
+    kind: KVLayoutKind,
+    *,
+    heads: int = 1,
+    dim: int = 1,
+    page_size: int = 4,
+    layers: int = 1,
+    max_loops: int = 4,
+    ring_planes: int | None = None,
+) -> KVLayout:
     return KVLayout.create(
-        kind, max_loops=4, page_size=page_size, kv_heads=heads, head_dim=dim, num_layers=layers, dtype_bytes=4
-    )
+        kind, max_loops=max_loops, page_size=page_size, kv_heads=heads, head_dim=dim, num_layers=layers, dtype_bytes=4,
+        ring_planes=ring_planes,
+    )  # fmt: skip
 
 
 def ints(*values: int) -> jax.Array:
@@ -38,6 +53,7 @@ class OneRequest:
 
     def write(self, position: int, depth: int, key, value, layer: int = 0) -> None:
         shape = (1, self.layout.kv_heads, self.layout.head_dim)
+        plane, deeper = self.layout.plane(depth), self.layout.writes_deeper(depth)
         self.pool = write_rows(
             self.pool,
             layer,
@@ -45,8 +61,16 @@ class OneRequest:
             jnp.broadcast_to(jnp.asarray(value, jnp.float32), shape),
             page=ints(self.table[position // self.layout.page_size]),
             offset=ints(position % self.layout.page_size),
-            planes_from=ints(self.layout.plane(depth)),
-            planes_to=ints(self.layout.planes),
+            planes_from=ints(plane),
+            planes_to=None if deeper is False else ints(self.layout.planes if deeper else plane + 1),
+        )
+
+    def mark(self, position: int, exit_depth: int) -> None:
+        self.pool = mark_exits(
+            self.pool,
+            ints(exit_depth),
+            page=ints(self.table[position // self.layout.page_size]),
+            offset=ints(position % self.layout.page_size),
         )
 
     def attend(self, position: int, depth: int, query, layer: int = 0) -> np.ndarray:
@@ -58,6 +82,8 @@ class OneRequest:
             ints(*self.table)[None],
             ints(position)[None],
             ints(self.layout.plane(depth)),
+            exit_depth=self.pool.exit_depth,
+            history=self.layout.history,
         )
         return np.asarray(out)[0, 0]
 
@@ -101,6 +127,119 @@ def test_shared_history_is_always_the_last_write() -> None:
             one.write(position, depth, 0.0, depth + 1.0)
     for depth in range(4):
         assert float(one.attend(len(exits) - 1, depth, 1.0)[0, 0]) == pytest.approx(np.mean(exits), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_loops", "ring_planes"),
+    [(LAST, 4, None), (LAST, 11, None), (SHARED, 4, None), (DROP, 4, None), (DROP, 11, None), (RING, 11, 1),
+     (RING, 11, 3), (RING, 8, 8)],
+)  # fmt: skip
+def test_every_layout_shows_the_loop_that_its_rule_names(
+    kind: KVLayoutKind, max_loops: int, ring_planes: int | None
+) -> None:
+    """Positions that left after mixed depths, the last one still being computed; the pages held another request before.
+
+    Values are depth markers and keys are equal, so attention returns the mean of the versions it met.
+    """
+    geometry = layout(kind, page_size=2, max_loops=max_loops, ring_planes=ring_planes)
+    exits = [1, max_loops, 3, 2, max_loops - 1]
+    one = OneRequest(geometry, [3, 6, 0])
+    for position in range(6):  # the owner before
+        for depth in range(max_loops):
+            one.write(position, depth, 0.0, 1000.0)
+        one.mark(position, 1 + position % max_loops)
+    for position, exit_depth in enumerate(exits):
+        one.mark(position, geometry.planes)
+        for depth in range(exit_depth):
+            one.write(position, depth, 0.0, depth + 1.0)
+        one.mark(position, exit_depth)
+    one.mark(len(exits), geometry.planes)
+    for depth in range(max_loops):
+        one.write(len(exits), depth, 0.0, depth + 1.0)
+        seen = [visible_loop(kind.value, depth, e, geometry.planes) for e in exits]
+        expected = np.mean([*(loop + 1.0 for loop in seen if loop is not None), depth + 1.0])
+        assert float(one.attend(len(exits), depth, 1.0)[0, 0]) == pytest.approx(expected, abs=1e-5), depth
+
+
+def test_planes_resolved_by_exit_depth_are_the_planes_written_through() -> None:
+    """The same request in a pool of each kind, for decode rows and chunk rows, except for the order of a sum."""
+    rng, exits = np.random.default_rng(5), [4, 1, 2, 3, 4, 2]
+    through = OneRequest(layout(LAST, heads=2, dim=8, page_size=2), [3, 6, 0])
+    resolved = OneRequest(through.layout, [3, 6, 0])
+    resolved.pool = dataclasses.replace(resolved.pool, exit_depth=jnp.zeros((8, 2), jnp.int32))
+    for position, exit_depth in enumerate(exits):
+        for depth in range(exit_depth):
+            key, value = rng.normal(size=(2, 1, 2, 8)).astype(np.float32)
+            through.write(position, depth, key, value)
+            where = {"page": ints([3, 6, 0][position // 2]), "offset": ints(position % 2)}
+            resolved.pool = write_rows(
+                resolved.pool, 0, jnp.asarray(key), jnp.asarray(value), planes_from=ints(depth), planes_to=None, **where
+            )
+        resolved.mark(position, exit_depth)
+    q = jnp.asarray(rng.normal(size=(4, 3, 4, 8)), jnp.float32)
+    table = jnp.tile(ints(3, 6, 0), (4, 1))
+    positions = jnp.asarray([[0, 3, 5], [5, -1, 2], [4, 4, 4], [1, 0, -1]], jnp.int32)
+    arguments = (table, positions, ints(0, 1, 2, 3))
+    expected = paged_attention(q, through.pool.k[0], through.pool.v[0], *arguments)
+    actual = paged_attention(
+        q, resolved.pool.k[0], resolved.pool.v[0], *arguments, exit_depth=resolved.pool.exit_depth, history="resolve"
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=0)
+
+
+def test_a_query_that_sees_nobody_is_zero() -> None:
+    """DROP: everybody left before this loop, and the query itself is not in the pool."""
+    one = OneRequest(layout(DROP), [2])
+    one.write(0, 0, 1.0, 5.0)
+    one.mark(0, 1)
+    assert float(one.attend(0, 0, 1.0)[0, 0]) == 5.0
+    assert float(one.attend(0, 1, 1.0)[0, 0]) == 0.0
+
+
+def test_exit_depths_are_marked_where_they_are_kept() -> None:
+    pool = empty_pool(layout(DROP, page_size=2), 3, jnp.float32)
+    pool = mark_exits(pool, ints(4, 2, 9), page=ints(2, 0, 3), offset=ints(1, 0, 0))  # page 3 does not exist
+    np.testing.assert_array_equal(pool.exit_depth, [[2, 0], [0, 0], [0, 4]])
+    np.testing.assert_array_equal(mark_exits(pool, 7, page=ints(1), offset=ints(0)).exit_depth[1], [7, 0])
+    plain = empty_pool(layout(LAST), 3, jnp.float32)
+    assert plain.exit_depth is None
+    assert mark_exits(plain, ints(1), page=ints(0), offset=ints(0)) is plain
+
+
+@pytest.mark.parametrize(
+    ("history", "exit_depth", "implementation"),
+    [("resolve", None, "reference"), (None, 1, "reference"), ("last", 1, "reference"), ("drop", 1, "triton")],
+)
+def test_history_and_exit_depths_go_together(history, exit_depth, implementation: str) -> None:
+    pool = empty_pool(layout(DROP), 1, jnp.float32)
+    exits = None if exit_depth is None else pool.exit_depth
+    with pytest.raises(ValueError, match="history="):
+        paged_attention(
+            jnp.zeros((1, 1, 1, 1)), pool.k[0], pool.v[0], ints(0)[None], ints(0)[None], ints(0), exit_depth=exits,
+            history=history, implementation=implementation,
+        )  # fmt: skip
+
+
+def test_kernels_that_know_no_exit_depths_are_not_chosen() -> None:
+    need = Requirement(
+        platform="gpu", dtype="bfloat16", heads=16, kv_heads=16, head_dim=128, page_size=64, exit_depth=True
+    )
+    found = choose_paged_attention("auto", need)
+    assert found.chosen == "reference"
+    assert "exit depths" in found.reason
+    with pytest.raises(NotImplementedError, match=r"kernels=triton .*exit depths"):
+        choose_paged_attention("triton", need)
+    assert choose_paged_attention("auto", dataclasses.replace(need, exit_depth=False)).chosen == "triton"
+
+
+def test_layers_outside_the_loop_store_one_plane() -> None:
+    geometry = KVLayout.create(
+        LAST, max_loops=5, page_size=2, kv_heads=1, head_dim=2, num_layers=4, dtype_bytes=4, prelude_layers=1,
+        coda_layers=1,
+    )  # fmt: skip
+    pool = empty_pool(geometry, 3, jnp.float32)
+    assert [a.shape[1] for a in pool.k] == [a.shape[1] for a in pool.v] == [1, 5, 5, 1]
+    assert sum(a.nbytes for a in (*pool.k, *pool.v)) == 3 * geometry.bytes_per_page
 
 
 @pytest.mark.parametrize("exit_depth", [1, 2, 3, 4])

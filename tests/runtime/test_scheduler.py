@@ -31,7 +31,7 @@ def request(name: str, prompt: int = 5, max_tokens: int = 4) -> Request:
     params = ResolvedParams(
         max_tokens=max_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, sample_index=0, stop=(),
         stop_token_ids=(), ignore_eos=False, min_loops=1, max_loops=4, prefill_loops=4, exit_policy="gate",
-        exit_threshold=0.5, exit_trace=None, logprobs="raw",
+        exit_threshold=0.5, exit_trace=None, initial_state="injected", logprobs="raw",
     )  # fmt: skip
     return Request(request_id=name, prompt_token_ids=tuple(range(prompt)), params=params)
 
