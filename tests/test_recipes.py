@@ -1,6 +1,7 @@
 """docs/recipes/huginn.md's examples, run as they stand on the tiny checkpoint, and its tables.
 
-PROTECTS: a recipe whose commands no longer run, and sizes that the cache no longer has.
+PROTECTS: a recipe whose commands no longer run, sizes that the cache no longer has, and names of the authors' code
+that stand beside something else.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import re
 import shlex
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from rlt_jax import LLM, SamplingParams
 from rlt_jax.config import KVLayoutKind
 from rlt_jax.exits import DEFAULT_THRESHOLDS, POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.runtime.memory import MAX_ARRAY_ELEMENTS
+from tests.conftest import fixture_dir
 from tests.examples import ADDRESS, Page, run_command, run_program, started
 
 PAGE = Page("docs/recipes/huginn.md")
@@ -67,6 +71,43 @@ def test_offline_python(capsys: pytest.CaptureFixture[str]) -> None:
     shallow, adaptive = run_program(code, capsys).splitlines()
     assert "(4, 4, 4, 4, 4, 4, 4, 4)" in shallow
     assert "(8, " in adaptive
+
+
+# -- the reference's names --------------------------------------------------------------------------------------------
+
+GOLDEN = fixture_dir("huginn_tiny") / "golden.npz"  # recorded from the authors' code, see its README
+
+
+def served(**settings: object) -> LLM:
+    return LLM(GOLDEN.parent, dtype="float32", slots=1, max_context=64, **settings)
+
+
+@pytest.mark.parametrize(("layout", "reference"), [("drop", "full"), ("last_exited", "latest-m4")])
+def test_layouts_and_policies_are_what_the_reference_calls_so(layout: str, reference: str) -> None:
+    golden = np.load(GOLDEN)
+    assert re.search(rf"^\| `{layout}`.*\| `{reference}`", PAGE.text, re.MULTILINE)
+    with served(kv_layout=layout) as llm:
+        for criterion, policy, threshold in (("latent-diff", "latent", 0.12), ("kl", "kl", 0.02)):
+            assert re.search(rf"^\| `{policy}` \|.*\| `{criterion}` \|", PAGE.text, re.MULTILINE)
+            recorded = {name: golden[f"adaptive_{reference}_{criterion}_{name}"] for name in ("ids", "steps")}
+            params = SamplingParams(
+                max_tokens=12, ignore_eos=True, min_loops=1, prefill_loops=int(recorded["steps"][0]),
+                exit_policy=policy, exit_threshold=threshold,
+            )  # fmt: skip
+            (result,) = llm.generate(golden["input_ids"][0].tolist(), params)
+            assert list(result.token_ids) == recorded["ids"][0].tolist()
+            assert list(result.exit_depths) == recorded["steps"].tolist()
+
+
+@pytest.mark.parametrize(("planes", "recorded"), [(1, "latest-m4-compress-s4"), (2, "compress-s8")])
+def test_a_ring_is_what_the_reference_compresses_to(planes: int, recorded: str) -> None:
+    golden = np.load(GOLDEN)
+    with served(kv_layout="ring", kv_planes=planes) as llm:
+        (result,) = llm.generate(golden["input_ids"][0].tolist(), SamplingParams(max_tokens=12, ignore_eos=True))
+    assert list(result.token_ids) == golden[f"greedy_steps8_{recorded}_ids"][0].tolist()
+
+
+# -- the tables -------------------------------------------------------------------------------------------------------
 
 
 def test_links_lead_somewhere() -> None:
