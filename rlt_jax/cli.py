@@ -115,10 +115,15 @@ def with_options(message: str, options: Mapping[str, str]) -> str:
 
 # -- engine options ---------------------------------------------------------------------------------------------------
 
-# Option -> field of EngineConfig.  What an option leaves out keeps EngineConfig's default.
+# Option -> field of EngineConfig.  What an option leaves out keeps EngineConfig's default.  The cap on the depth is not
+# called --max-loops: that is a request's own bound, and a command line may have both.  EngineConfig.initial_state, a
+# default of requests, is the server's to offer; where one process serves one command, the request says it.
 ENGINE_OPTIONS: dict[str, str] = {
     "--dtype": "dtype",
     "--kv-layout": "kv_layout",
+    "--kv-planes": "kv_planes",
+    "--depth-cap": "max_loops",
+    "--boundary-batch": "boundary_batch",
     "--slots": "slots",
     "--page-size": "page_size",
     "--prefill-chunk": "prefill_chunk",
@@ -130,6 +135,11 @@ ENGINE_OPTIONS: dict[str, str] = {
 }
 
 MODEL_OPTIONS: dict[str, str] = {"--model": "model", "--revision": "revision"}
+
+
+def given(options: argparse.Namespace, option: str) -> Any:
+    """The value of "--an-option" as parsed, None if it was left out."""
+    return getattr(options, option.removeprefix("--").replace("-", "_"))
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +168,26 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-layout",
         metavar="|".join(kind.value for kind in KVLayoutKind),
-        help=f"one KV plane per loop depth, or one shared by all (default: {KVLayoutKind.LAST_EXITED.value})",
+        help="KV of several depths: a plane per depth, a token that left early is read at its last loop (last_exited) "
+        "or not at all (drop); one plane, always the last write (shared); --kv-planes of them in turn (ring) "
+        f"(default: {KVLayoutKind.LAST_EXITED.value})",
+    )
+    group.add_argument(
+        "--kv-planes", type=integer, metavar="N", help="planes of the layout ring, and of no other (default: 1)"
+    )
+    group.add_argument(
+        "--depth-cap",
+        type=integer,
+        metavar="N",
+        help="most loops that any request may ask for, where the model runs to any depth: the KV planes of last_exited "
+        "and drop (default: the checkpoint's mean_recurrence). One request's own bound is its max_loops",
+    )
+    group.add_argument(
+        "--boundary-batch",
+        type=integer,
+        metavar="N",
+        help="rows that wait before the layers ahead of or behind the loop run for them "
+        "(default: a quarter of the slots where the model has such layers, else 1)",
     )
     group.add_argument("--slots", type=integer, metavar="N", help=f"requests computed at once {by_platform('slots')}")
     group.add_argument(
@@ -209,10 +238,5 @@ def engine_config(options: argparse.Namespace, **overrides: Any) -> EngineConfig
     Raises:
         InvalidConfig: a setting that cannot work.
     """
-    given = {field: getattr(options, field) for field in ENGINE_OPTIONS.values()}
-    given = {field: value for field, value in given.items() if value is not None}
-    if "kv_layout" in given:
-        known = {kind.value: kind for kind in KVLayoutKind}
-        # An unknown spelling goes on as it is: EngineConfig names the field and the value.
-        given["kv_layout"] = known.get(given["kv_layout"], given["kv_layout"])
-    return EngineConfig(**given, **overrides)
+    settings = {field: given(options, option) for option, field in ENGINE_OPTIONS.items()}
+    return EngineConfig(**{field: value for field, value in settings.items() if value is not None}, **overrides)

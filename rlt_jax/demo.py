@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -214,16 +214,35 @@ def stream_all(client: GenerationClient, progress: Sequence[Progress], params: S
                 yield
 
 
-def show(console: Console, client: GenerationClient, prompts: Sequence[str]) -> float:
-    """Complete the prompts before the reader's eyes; the threshold that was used."""
+def exit_options(exit_policies: Collection[str], defaults: SamplingParams) -> dict[str, str]:
+    """Options of rlt_jax.generate with which tokens leave at depths of their own, where the model can do that.
+
+    Args:
+        exit_policies: that the model serves.
+        defaults: what a request gets that says nothing.
+    """
+    if "gate" in exit_policies:
+        own = defaults.exit_threshold
+        return {"--exit-threshold": f"{own if own is not None and own < 1 else SAVING_THRESHOLD:g}"}
+    return {"--exit-policy": "latent"} if "latent" in exit_policies else {}
+
+
+def show(console: Console, client: GenerationClient, prompts: Sequence[str]) -> dict[str, str]:
+    """Complete the prompts before the reader's eyes; the exit options that were used."""
     model, defaults = client.model_info(), client.server_info().defaults
-    own = defaults.exit_threshold
-    threshold = own if own is not None and own < 1 else SAVING_THRESHOLD
+    exits = exit_options(model.exit_policies, defaults)
+    shown = "".join(f", {option.removeprefix('--').replace('-', ' ')} {value}" for option, value in exits.items())
     console.print(
         f"{model.name}: {model.parameter_count:,} parameters, at most {model.max_loops} loops per token; "
-        f"{len(prompts)} prompts at once, exit threshold {threshold:g}\n"
+        f"{len(prompts)} prompts at once{shown}\n"
     )
-    params = SamplingParams(max_tokens=MAX_TOKENS, exit_threshold=threshold, temperature=0.0)
+    threshold = exits.get("--exit-threshold")
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS,
+        exit_policy=exits.get("--exit-policy"),
+        exit_threshold=None if threshold is None else float(threshold),
+        temperature=0.0,
+    )
     progress = [Progress(prompt) for prompt in prompts]
 
     def picture() -> Group:
@@ -240,17 +259,18 @@ def show(console: Console, client: GenerationClient, prompts: Sequence[str]) -> 
     usages = [each.usage for each in progress if each.usage is not None]
     total = Usage(**{f.name: sum(getattr(u, f.name) for u in usages) for f in dataclasses.fields(Usage)})
     console.print(f"together: {saved(total)}")
-    return threshold
+    return exits
 
 
-def by_hand(prompt: str, threshold: float, server_arguments: Sequence[str]) -> list[str]:
+def by_hand(prompt: str, exits: Mapping[str, str], server_arguments: Sequence[str]) -> list[str]:
     """The commands that do the same."""
     python = sys.executable
     with contextlib.suppress(ValueError):  # another drive
         python = min(python, os.path.relpath(python), key=len)
     address = "127.0.0.1:50051"
     server = [python, "-m", "server", *server_arguments]
-    generate = [python, "-m", "rlt_jax.generate", "--prompt", prompt, "--exit-threshold", f"{threshold:g}"]
+    options = [word for pair in exits.items() for word in pair]
+    generate = [python, "-m", "rlt_jax.generate", "--prompt", prompt, *options]
     return [
         f"{shlex.join(server)} &",
         f"# when it has printed: {LISTENING}{address}",
@@ -284,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"server: {address}")
             with GenerationClient(address) as client:
                 client.wait_until_serving(10)
-                threshold = show(console, client, prompts)
+                exits = show(console, client, prompts)
             exit_code = server.stop()
             if exit_code != 0:
                 raise DemoFailed(f"the server ended with exit code {exit_code}")
@@ -294,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return cli.EXIT_INTERRUPTED
     console.print("server: stopped\n\nthe same by hand:")
-    for command in by_hand(prompts[0], threshold, server_arguments):
+    for command in by_hand(prompts[0], exits, server_arguments):
         console.print(f"  {command}", markup=False, soft_wrap=True)  # to be copied: no line breaks
     return 0
 

@@ -44,6 +44,7 @@ PARAM_OPTIONS: dict[str, str] = {
     "--prefill-loops": "prefill_loops",
     "--exit-policy": "exit_policy",
     "--exit-threshold": "exit_threshold",
+    "--initial-state": "initial_state",
 }
 _LOCAL_ONLY = {**cli.MODEL_OPTIONS, **cli.ENGINE_OPTIONS}
 
@@ -63,7 +64,8 @@ class _AppendIds(argparse.Action):
 
 def build_parser() -> cli.Parser:
     defaults = SamplingParams()
-    numeric = [option for option in PARAM_OPTIONS if option not in ("--ignore-eos", "--exit-policy", "--logprobs")]
+    names = ("--ignore-eos", "--exit-policy", "--initial-state", "--logprobs")
+    numeric = [option for option in PARAM_OPTIONS if option not in names]
     parser = cli.Parser(
         prog=PROGRAM,
         description="Complete prompts with a looped language model. Each output token has its own exit depth: the "
@@ -95,16 +97,26 @@ def build_parser() -> cli.Parser:
     )
     group = parser.add_argument_group("exit depth (defaults: the model's)")
     group.add_argument("--min-loops", type=cli.integer, metavar="N", help="fewest loops per token; one-based")
-    group.add_argument("--max-loops", type=cli.integer, metavar="N", help="most loops per token")
+    group.add_argument(
+        "--max-loops", type=cli.integer, metavar="N", help="most loops per token; at most the model's, or --depth-cap"
+    )
     group.add_argument(
         "--prefill-loops", type=cli.integer, metavar="N", help="loops of the prompt, and so of the first output"
     )
-    group.add_argument("--exit-policy", metavar="NAME", help="fixed, gate, gate_delayed or trace")
+    group.add_argument(
+        "--exit-policy",
+        metavar="NAME",
+        help="what ends a token's loops: fixed (--max-loops), gate or gate_delayed (the exit probability), latent (the "
+        "state hardly moves), kl (the distribution hardly moves), argmax (the best token stays the same) or trace; a "
+        "model serves those whose score it gives",
+    )
     group.add_argument(
         "--exit-threshold",
         type=cli.number,
-        metavar="P",
-        help="leave once the exit probability reaches P; 1 = full depth",
+        metavar="X",
+        help="gate, gate_delayed: leave once the exit probability reaches X in [0, 1], 1 = full depth (default: the "
+        "checkpoint's). latent, kl: leave once the change is below X >= 0, 0 = full depth (default: 0.03, 0.001). "
+        "argmax: leave after X >= 1 loops with the same best token, a whole number (default: 5)",
     )
     group.add_argument(
         "--exit-trace",
@@ -112,6 +124,11 @@ def build_parser() -> cli.Parser:
         metavar="FILE",
         help="JSON: one list of one-based depths per prompt, the first entry prefill_loops; implies --exit-policy "
         "trace, and --max-tokens unless that is given",
+    )
+    group.add_argument(
+        "--initial-state",
+        metavar="zeros|random",
+        help="state before the first loop, where the model leaves it open; random is drawn from the seed",
     )
     group = parser.add_argument_group("sampling and stopping (defaults: the model's)")
     group.add_argument(
@@ -188,7 +205,7 @@ def _params(options: argparse.Namespace, prompts: int) -> list[SamplingParams]:
     Raises:
         InvalidRequest, InvalidConfig: options that contradict each other, or a trace file that cannot be used.
     """
-    given = {field: getattr(options, field) for field in PARAM_OPTIONS.values()}
+    given = {field: cli.given(options, option) for option, field in PARAM_OPTIONS.items()}
     given = {field: value for field, value in given.items() if value is not None}
     if "stop" in given:
         given["stop"] = tuple(given["stop"])
@@ -240,8 +257,8 @@ def _through_server(
     """Send the prompts to a running server, together."""
     if not options.server:
         raise InvalidConfig("--server is empty; give HOST:PORT")
-    for option, field in _LOCAL_ONLY.items():
-        if getattr(options, field) is not None:
+    for option in _LOCAL_ONLY:
+        if cli.given(options, option) is not None:
             raise InvalidConfig(f"{option} is fixed when a server starts; it cannot be given with --server")
     return asyncio.run(_complete_all(options.server, prompts, params))
 

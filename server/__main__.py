@@ -23,6 +23,7 @@ DEFAULT_MAX_WAITING = 256
 OPTIONS: dict[str, str] = {
     **cli.ENGINE_OPTIONS,
     **cli.MODEL_OPTIONS,
+    "--initial-state": "initial_state",
     "--max-waiting": "max_waiting",
     "--host": "host",
     "--port": "port",
@@ -66,6 +67,12 @@ def build_parser() -> cli.Parser:
         help="requests that may wait for a slot; more are refused with RESOURCE_EXHAUSTED (default: %(default)s)",
     )
     group.add_argument(
+        "--initial-state",
+        metavar="zeros|random",
+        help="state before the first loop of requests that do not say, where the model leaves it open; random is drawn "
+        "from a request's seed (default: the model's first)",
+    )
+    group.add_argument(
         "--stream-buffer-tokens",
         type=cli.integer,
         default=defaults.stream_buffer_tokens,
@@ -95,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     cli.log_to_stderr(getattr(logging, options.log_level.upper()))
     try:
-        engine_config = cli.engine_config(options, max_waiting=options.max_waiting)
+        engine_config = cli.engine_config(options, max_waiting=options.max_waiting, initial_state=options.initial_state)
         config = ServerConfig(
             host=options.host,
             port=options.port,

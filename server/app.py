@@ -267,13 +267,15 @@ def _report(engine: LLMEngine) -> None:
     """Log what is served and how; the engine itself has logged its choices and its memory plan."""
     model, info = engine.model_info(), engine.server_info()
     log.info(
-        "model %s (%s, %s parameters, %s), %d loops",
+        "model %s (%s, %s parameters, %s), at most %d loops%s, exit policies %s",
         model["name"], model["model_type"], f"{model['parameters']:,}", model["dtype"], model["max_loops"],
+        " (--depth-cap)" if model["open_ended"] else "", ", ".join(model["exit_policies"]),
     )  # fmt: skip
     log.info(
-        "on %s (%s): %d slots, page size %d, KV layout %s, %d programs",
-        info["platform"], info["device_kind"], info["slots"], info["page_size"], info["kv_layout"],
-        info["compiled_programs"],
+        "on %s (%s): %d slots, page size %d, KV layout %s (%d planes, %d bytes per position), boundary batch %d, "
+        "%d programs",
+        info["platform"], info["device_kind"], info["slots"], info["page_size"], info["kv_layout"], model["kv_planes"],
+        model["kv_bytes_per_position"], info["boundary_batch"], info["compiled_programs"],
     )  # fmt: skip
     warning = pool_warning(info["memory_plan"]["pages"] * info["page_size"], model["max_context"])
     if warning is not None:

@@ -253,13 +253,15 @@ def _model_info(info: dict[str, Any]) -> pb.GetModelInfoResponse:
         trained_loops=info["trained_loops"],
         max_loops=info["max_loops"],
         kv_planes=info["kv_planes"],
-        kv_bytes_per_token=info["kv_bytes_per_position"],
+        kv_bytes_per_position=info["kv_bytes_per_position"],
         exit_scores=info["exit_scores"],
         exit_policies=info["exit_policies"],
         eos_token_ids=info["eos_token_ids"],
         has_tokenizer=info["has_tokenizer"],
         parameter_count=info["parameters"],
         dtype=info["dtype"],
+        open_ended=info["open_ended"],
+        initial_states=info["initial_states"],
     )
 
 
@@ -277,6 +279,7 @@ def _server_info(info: dict[str, Any], stats: Mapping[str, Any]) -> pb.GetServer
             prefill_buckets=info["prefill_buckets"],
             round_ticks=info["round_ticks"],
             max_waiting=info["max_waiting"],
+            boundary_batch=info["boundary_batch"],
         ),
         implementations=[pb.OpImplementation(**implementation) for implementation in info["implementations"]],
         compiled_programs=info["compiled_programs"],

@@ -19,7 +19,7 @@ from rich.console import Console
 from rlt_jax import demo
 from rlt_jax.errors import RltError
 from rlt_jax.generate import build_parser as generate_parser
-from rlt_jax.request import FinishReason, RequestOutput, Usage
+from rlt_jax.request import FinishReason, RequestOutput, SamplingParams, Usage
 from server.__main__ import build_parser as server_parser
 from tests.server.scripted_model import write_scripted_model
 
@@ -76,7 +76,7 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(model: Path) -> None:
 
 
 def test_the_commands_to_do_it_by_hand_are_valid() -> None:
-    serve, wait, text, jsonl, stop = demo.by_hand("it's a prompt", 0.5, ["--model", "some dir"])
+    serve, wait, text, jsonl, stop = demo.by_hand("it's a prompt", {"--exit-threshold": "0.5"}, ["--model", "some dir"])
     assert serve.endswith(" &")
     words = shlex.split(serve.removesuffix(" &"))
     assert words[1:3] == ["-m", "server"]
@@ -91,6 +91,21 @@ def test_the_commands_to_do_it_by_hand_are_valid() -> None:
         assert given.exit_threshold == 0.5
     assert wait.startswith("# ")
     assert stop == "kill %1"
+
+
+@pytest.mark.parametrize(
+    ("policies", "threshold", "options"),
+    [
+        (("fixed", "gate", "trace"), 0.2, {"--exit-threshold": "0.2"}),
+        (("fixed", "gate", "trace"), 1.0, {"--exit-threshold": "0.5"}),  # its own is full depth: nothing to see
+        (("fixed", "latent", "kl", "trace"), 1.0, {"--exit-policy": "latent"}),
+        (("fixed", "trace"), 1.0, {}),
+    ],
+)
+def test_the_demo_asks_for_what_the_model_serves(policies: tuple, threshold: float, options: dict) -> None:
+    assert demo.exit_options(policies, SamplingParams(exit_threshold=threshold)) == options
+    words = [word for pair in options.items() for word in pair]
+    assert generate_parser().parse_args(words).exit_policy == options.get("--exit-policy")
 
 
 def output(*depths: int, text: str, usage: Usage | None = None) -> RequestOutput:

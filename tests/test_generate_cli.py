@@ -7,6 +7,7 @@ wrong is one line on stderr that names the option, the value and the limit, with
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 
 import rlt_jax.llm
-from rlt_jax import __version__, generate
+from rlt_jax import __version__, cli, generate
+from rlt_jax.config import EngineConfig
+from rlt_jax.exits import DEFAULT_THRESHOLDS, POLICY_NAMES
 from rlt_jax.llm import LLM
 from rlt_jax.request import SamplingParams
 from tests.conftest import fixture_dir
@@ -52,7 +55,7 @@ def test_every_option_reaches_its_parameter() -> None:
     given = {
         "max_tokens": 7, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": 2**64 - 1,
         "stop_token_ids": (4, 5), "min_loops": 1, "max_loops": 3, "prefill_loops": 2, "exit_policy": "gate",
-        "exit_threshold": 0.75, "logprobs": "processed",
+        "exit_threshold": 0.75, "initial_state": "random", "logprobs": "processed",
     }  # fmt: skip
     words = ["--ignore-eos", "--stop", "x", "--stop", "y"]
     for option, field in generate.PARAM_OPTIONS.items():
@@ -86,11 +89,30 @@ def test_help_names_every_option() -> None:
     text = generate.build_parser().format_help()
     stable = (
         "--model --prompt --prompt-ids --max-tokens --min-loops --max-loops --prefill-loops --exit-policy "
-        "--exit-threshold --exit-trace --kv-layout --slots --page-size --prefill-chunk --dtype --temperature --top-k "
-        "--top-p --min-p --seed --stop --ignore-eos --format --server"
+        "--exit-threshold --exit-trace --initial-state --kv-layout --kv-planes --depth-cap --boundary-batch --slots "
+        "--page-size --prefill-chunk --dtype --temperature --top-k --top-p --min-p --seed --stop --ignore-eos --format "
+        "--server"
     )
     for option in stable.split():
         assert f"{option} " in text or f"{option}\n" in text or f"[{option}]" in text, option
+
+
+def test_help_says_what_a_threshold_means_to_every_policy() -> None:
+    (words,) = [a.help for a in generate.build_parser()._actions if a.option_strings == ["--exit-threshold"]]
+    for policy in set(POLICY_NAMES) - {"fixed", "trace"}:
+        assert re.search(rf"\b{policy}\b", words), policy
+    assert re.findall(r"\(default: ([\d., ]+)\)", words) == ["0.03, 0.001", "5"]
+    assert DEFAULT_THRESHOLDS == {"latent": 0.03, "kl": 0.001, "argmax": 5.0}
+    (words,) = [a.help for a in generate.build_parser()._actions if a.option_strings == ["--exit-policy"]]
+    for policy in POLICY_NAMES:
+        assert re.search(rf"\b{policy}\b", words), policy
+
+
+def test_a_requests_bound_and_the_engines_cap_are_two_options() -> None:
+    options = generate.build_parser().parse_args(["--max-loops", "3", "--depth-cap", "6"])
+    assert generate._params(options, 1) == [SamplingParams(max_loops=3)]
+    assert cli.engine_config(options) == EngineConfig(max_loops=6)
+    assert params("--depth-cap", "6") == [SamplingParams()]
 
 
 # -- in this process, with one engine ---------------------------------------------------------------------------------
@@ -228,7 +250,7 @@ BAD = [
     (("--stop", "x"), "--stop: 1 stop strings given, but the model has no tokenizer"),
     (("--stop-token-ids", ",".join(map(str, range(1, 18)))), "--stop-token-ids: has 17 ids"),
     (("--slots", "0"), "--slots: must be an integer in [1, 4096], found 0"),
-    (("--kv-layout", "ring"), "--kv-layout: must be one of last_exited, shared, found 'ring'"),
+    (("--kv-layout", "disc"), "--kv-layout: must be one of last_exited, shared, drop, ring, found 'disc'"),
     (("--format", "xml"), "--format: invalid choice: 'xml'"),
     (("--prompt-ids",), "--prompt-ids: expected one argument"),
 ]
@@ -313,6 +335,7 @@ def test_bad_input_through_a_server(run: Run, scripted: RunningServer) -> None:
         (("--seed", "-1"), "--seed: must be an integer in [0, 18446744073709551615], found -1"),
         (("--stop", ""), "--stop: "),
         (("--slots", "4"), "--slots is fixed when a server starts; it cannot be given with --server"),
+        (("--depth-cap", "4"), "--depth-cap is fixed when a server starts; it cannot be given with --server"),
         (("--model", "x"), "--model is fixed when a server starts"),
     ]:
         code, out, err = run(*server, *arguments)

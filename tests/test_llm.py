@@ -7,10 +7,14 @@ stream early leaves nothing behind.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import threading
+from collections.abc import Iterator
 
 import pytest
 
-from rlt_jax import LLM, Completion, EngineConfig, FinishReason, InvalidRequest, QueueFull, RltError
+from rlt_jax import LLM, Completion, EngineConfig, FinishReason, InvalidRequest, KVLayoutKind, QueueFull, RltError
+from rlt_jax.errors import InvalidConfig
 from tests.engines import FIXTURE, Result, drained, llm, oracle, sampling, settled
 from tests.oracle import Policy
 from tests.server.scripted_model import expected_text, write_scripted_model
@@ -66,6 +70,89 @@ def test_leaving_a_stream_early_leaves_nothing_behind() -> None:
         engine.step()  # the cancelled requests' last outputs, which nobody waits for
     drained(engine)
     assert list(llm().generate(PROMPTS[1], PARAMS[1])[0].token_ids) == expected(1)[0]
+
+
+class Cycle:
+    """Holds a stream where only the garbage collector can find it."""
+
+    def __init__(self, stream: Iterator[object]) -> None:
+        self.stream, self.me = stream, self
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Garbage is collected where the test says so."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def abandon() -> None:
+    """Start a stream of two requests and lose it in a cycle."""
+    stream = llm().stream(PROMPTS[:2], sampling(max_tokens=40))
+    next(stream)
+    Cycle(stream)
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("where", ["_scheduler.plan", "_runner.dispatch", "_runner.collect", "_scheduler.apply"])
+def test_a_stream_collected_inside_a_step_is_aborted_after_it(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector runs where it likes, and closes a lost stream there."""
+    engine = llm().engine
+    owner = getattr(engine, where.split(".")[0])
+    step, abort, run = engine.step, engine.abort, getattr(owner, where.split(".")[1])
+    inside, aborted_inside = [], []
+
+    def watched_step():
+        inside.append(True)
+        try:
+            return step()
+        finally:
+            inside.pop()
+
+    def watched_abort(request_id):
+        aborted_inside.append(bool(inside))
+        return abort(request_id)
+
+    def collecting(*args):
+        result = run(*args)
+        gc.collect()
+        return result
+
+    monkeypatch.setattr(engine, "step", watched_step)
+    monkeypatch.setattr(engine, "abort", watched_abort)
+    abandon()
+    assert engine.stats()["running"] + engine.stats()["waiting"] == 2
+    monkeypatch.setattr(owner, where.split(".")[1], collecting)
+    results = llm().generate(PROMPTS[2:4], PARAMS[2:4])
+    assert [(list(r.token_ids), list(r.exit_depths)) for r in results] == [expected(2), expected(3)]
+    assert aborted_inside == [False, False]
+    monkeypatch.undo()
+    while engine.has_work():
+        assert all(output.finish_reason is FinishReason.ABORT for output in engine.step())
+    drained(engine)
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_stream_collected_by_another_thread_is_aborted_by_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, abort, threads = llm().engine, llm().engine.abort, []
+
+    def watched_abort(request_id):
+        threads.append(threading.current_thread())
+        return abort(request_id)
+
+    monkeypatch.setattr(engine, "abort", watched_abort)
+    abandon()
+    collector = threading.Thread(target=gc.collect)
+    collector.start()
+    collector.join()
+    assert threads == []
+    assert engine.stats()["running"] + engine.stats()["waiting"] == 2
+    (result,) = llm().generate(PROMPTS[2], PARAMS[2])
+    assert (list(result.token_ids), list(result.exit_depths)) == expected(2)
+    assert threads == [threading.current_thread()] * 2
+    settled(engine)
 
 
 def test_two_streams_at_once() -> None:
@@ -155,6 +242,23 @@ def test_chat_renders_the_checkpoint_s_template(tmp_path) -> None:
             model.chat([{"content": "no role"}])
 
 
-def test_chat_without_a_template_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="messages: .* has no chat template"):
-        llm().chat([{"role": "user", "content": "hi"}])
+def test_chat_without_a_template_or_a_tokenizer_says_what_to_do(tmp_path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(InvalidRequest, match=r"messages: ouro_tiny has no tokenizer.json; give token ids to generate"):
+        llm().chat(messages)
+    with (
+        LLM(write_scripted_model(tmp_path), EngineConfig(slots=1, dtype="float32", max_context=128)) as model,
+        pytest.raises(InvalidRequest, match=r"has no chat template; put its author's .* as chat_template\.jinja"),
+    ):
+        model.chat(messages)
+
+
+def test_settings_by_name_in_place_of_a_config() -> None:
+    with pytest.raises(InvalidConfig, match="slots must be an integer in"):
+        LLM(FIXTURE, slots=0)
+    with pytest.raises(InvalidConfig, match="kv_layuot: not a setting of LLM or EngineConfig"):
+        LLM(FIXTURE, kv_layuot="drop")
+    config = EngineConfig(dtype="float32", slots=4, page_size=4, prefill_chunk=4, max_context=16)
+    with LLM(FIXTURE, config, kv_layout="shared", slots=1) as model:
+        found = model.engine.config
+        assert (found.kv_layout, found.slots, found.page_size) == (KVLayoutKind.SHARED, 1, 4)

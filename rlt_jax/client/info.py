@@ -22,9 +22,11 @@ class ModelInfo:
     vocab_size: int
     max_context: int  # positions one request may use, prompt and output together
     trained_loops: int
-    max_loops: int
-    kv_planes: int
-    kv_bytes_per_token: int
+    max_loops: int  # the most that a request may ask for
+    open_ended: bool  # any depth makes sense: max_loops is what the server was started with
+    initial_states: tuple[str, ...]
+    kv_planes: int  # copies of a position's KV in a layer inside the loop
+    kv_bytes_per_position: int  # over all layers
     exit_scores: tuple[str, ...]
     exit_policies: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
@@ -41,8 +43,10 @@ class ModelInfo:
             max_context=message.max_context,
             trained_loops=message.trained_loops,
             max_loops=message.max_loops,
+            open_ended=message.open_ended,
+            initial_states=tuple(message.initial_states),
             kv_planes=message.kv_planes,
-            kv_bytes_per_token=message.kv_bytes_per_token,
+            kv_bytes_per_position=message.kv_bytes_per_position,
             exit_scores=tuple(message.exit_scores),
             exit_policies=tuple(message.exit_policies),
             eos_token_ids=tuple(message.eos_token_ids),
@@ -63,6 +67,7 @@ class EngineSettings:
     prefill_buckets: tuple[int, ...]
     round_ticks: int
     max_waiting: int
+    boundary_batch: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,7 @@ class ServerInfo:
                 prefill_buckets=tuple(settings.prefill_buckets),
                 round_ticks=settings.round_ticks,
                 max_waiting=settings.max_waiting,
+                boundary_batch=settings.boundary_batch,
             ),
             implementations=tuple(
                 OpImplementation(op=item.op, chosen=item.chosen, reason=item.reason) for item in message.implementations

@@ -38,6 +38,7 @@ PARAM_PATHS: dict[str, str] = {
     "exit_policy": "depth.exit_policy",
     "exit_threshold": "depth.exit_threshold",
     "exit_trace": "depth.exit_trace",
+    "initial_state": "depth.initial_state",
 }
 
 _UINT32 = ("max_tokens", "top_k", "sample_index", "min_loops", "max_loops", "prefill_loops")

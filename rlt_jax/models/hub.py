@@ -14,11 +14,16 @@ log = logging.getLogger(__name__)
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
 # Revisions that this version was written for.  A repository outside the table is taken at "main" unless the caller
-# names a revision, and the commit that this was is logged.
+# names a revision, and the commit that this was is logged.  A pin is a whole commit hash of which it is known that the
+# files the loader reads are there:
+#   huginn-0125: what "main" was in July and August 2026, with config, tokenizer and four shards of weights.  The other
+#       known one, 972cea674c2f4ea37da6777ece1a0c9895c9998b, is what the retrofits' conversion scripts start from.
+#   Nanbeige4.2-3B, the retrofits: no whole hash is known here, so they are taken at "main".
 PINNED_REVISIONS = {
     "ByteDance/Ouro-1.4B": "574fa66cb8bf5abdc979642d01cf2b79b16bfab1",
     "ByteDance/Ouro-2.6B": "1ed04250da1a9936042725d302e81c8fa2ab5abd",
     "ByteDance/Ouro-1.4B-Thinking": "3aaa2224253a92ca45cf2e3d427c360e1ef9c93d",
+    "tomg-group-umd/huginn-0125": "bb6621b65e90b6a4b9b29ef88dc83866d450470c",
 }
 
 # Only what the loader reads: no remote code, no second copy of the weights in another format.

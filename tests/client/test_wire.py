@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rlt.v1 import generation_service_pb2 as pb
 from rlt.v1 import params_pb2
-from rlt_jax.client import wire
+from rlt_jax.client import ModelInfo, ServerInfo, wire
 from rlt_jax.client.errors import DeadlineExceeded, ServerBusy, ServerError, error_from_rpc
 from rlt_jax.errors import InvalidRequest, QueueFull
 from rlt_jax.request import FinishReason, RequestOutput, ResolvedParams, SamplingParams, Usage
@@ -39,9 +39,10 @@ PARAMS = st.builds(
     min_loops=st.none() | uint32,
     max_loops=st.none() | uint32,
     prefill_loops=st.none() | uint32,
-    exit_policy=st.none() | st.sampled_from(["fixed", "gate", ""]),
+    exit_policy=st.none() | st.sampled_from(["fixed", "gate", "latent", "kl", "argmax", ""]),
     exit_threshold=st.none() | floats,
     exit_trace=st.none() | st.lists(uint32, max_size=3).map(tuple),
+    initial_state=st.none() | st.sampled_from(["zeros", "random", ""]),
     logprobs=st.sampled_from(["raw", "processed"]),
 )
 
@@ -104,7 +105,8 @@ def test_a_missing_prompt() -> None:
     [
         ("max_tokens", True), ("max_tokens", 1.0), ("max_tokens", -1), ("max_tokens", 2**32), ("top_k", False),
         ("seed", -1), ("seed", 2**64), ("seed", True), ("temperature", True), ("temperature", "hot"),
-        ("exit_threshold", False), ("ignore_eos", 1), ("exit_policy", 3), ("logprobs", "best"), ("stop", "text"),
+        ("exit_threshold", False), ("ignore_eos", 1), ("exit_policy", 3), ("initial_state", 0), ("logprobs", "best"),
+        ("stop", "text"),
         ("stop", (1,)), ("stop_token_ids", (True,)), ("stop_token_ids", 5), ("exit_trace", (1, -1)),
     ],
 )  # fmt: skip
@@ -131,7 +133,7 @@ def test_field_names_are_translated_both_ways() -> None:
 RESOLVED = ResolvedParams(
     max_tokens=3, temperature=0.25, top_k=7, top_p=0.5, min_p=0.125, seed=2**64 - 1, sample_index=2, stop=("a",),
     stop_token_ids=(4,), ignore_eos=True, min_loops=1, max_loops=4, prefill_loops=3, exit_policy="trace",
-    exit_threshold=0.75, exit_trace=(3, 1, 4), logprobs="processed",
+    exit_threshold=0.75, exit_trace=(3, 1, 4), initial_state="random", logprobs="processed",
 )  # fmt: skip
 
 
@@ -166,6 +168,74 @@ def test_endings_survive_the_wire(reason: FinishReason, match: int | str | None)
     message = pb.GenerateFinished.FromString(wire.write_finished(sent).SerializeToString())
     assert wire.read_finished("r", message, has_text=False) == sent
     assert wire.read_finished("r", message, has_text=True).text == ""
+
+
+# Name -> number of what clients of this version's first release may rely on.  A field is only ever added.
+NUMBERS = {
+    params_pb2.DepthParams: {
+        "min_loops": 1, "max_loops": 2, "prefill_loops": 3, "exit_policy": 4, "exit_threshold": 5, "exit_trace": 6,
+        "initial_state": 7,
+    },
+    pb.EngineSettings: {
+        "kv_layout": 1, "slots": 2, "page_size": 3, "prefill_chunk": 4, "prefill_buckets": 5, "round_ticks": 6,
+        "max_waiting": 7, "boundary_batch": 8,
+    },
+    pb.GetModelInfoResponse: {
+        "name": 1, "model_type": 2, "vocab_size": 3, "max_context": 4, "trained_loops": 5, "max_loops": 6,
+        "kv_planes": 7, "kv_bytes_per_position": 8, "exit_scores": 9, "exit_policies": 10, "eos_token_ids": 11,
+        "has_tokenizer": 12, "parameter_count": 13, "dtype": 14, "open_ended": 15, "initial_states": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", NUMBERS, ids=lambda message: message.DESCRIPTOR.name)
+def test_field_numbers_stay(message: Any) -> None:
+    assert {field.name: field.number for field in message.DESCRIPTOR.fields} == NUMBERS[message]
+
+
+def filled(message: Any) -> Any:
+    """The message with a value in every scalar and repeated field that no other field of the message has."""
+    for field in message.DESCRIPTOR.fields:
+        value = {
+            FieldDescriptor.TYPE_STRING: f"{field.name} {field.number}",
+            FieldDescriptor.TYPE_BOOL: True,
+            FieldDescriptor.TYPE_DOUBLE: field.number / 8,
+        }.get(field.type, field.number)
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            continue
+        if field.is_repeated:
+            getattr(message, field.name).extend([value, value])
+        else:
+            setattr(message, field.name, value)
+    return type(message).FromString(message.SerializeToString())
+
+
+def test_model_info_survives_the_wire() -> None:
+    message = filled(pb.GetModelInfoResponse())
+    info = ModelInfo.from_message(message)
+    assert {field.name for field in dataclasses.fields(info)} == {f.name for f in message.DESCRIPTOR.fields}
+    for field in message.DESCRIPTOR.fields:
+        sent = getattr(message, field.name)
+        assert getattr(info, field.name) == (tuple(sent) if field.is_repeated else sent), field.name
+
+
+def test_server_info_survives_the_wire() -> None:
+    message = filled(pb.GetServerInfoResponse())
+    message.settings.CopyFrom(filled(pb.EngineSettings()))
+    message.stats.CopyFrom(filled(pb.EngineStats()))
+    message.versions["jax"] = "1"
+    message.memory_plan.update({"pages": 3, "share": 0.5})
+    wire.write_params(message.defaults, SamplingParams(max_tokens=5, initial_state="zeros", exit_policy="latent"))
+    info = ServerInfo.from_message(pb.GetServerInfoResponse.FromString(message.SerializeToString()))
+    assert {field.name for field in dataclasses.fields(info)} == {f.name for f in message.DESCRIPTOR.fields}
+    for name in ("settings", "stats"):
+        sent, read = getattr(message, name), getattr(info, name)
+        assert {field.name for field in dataclasses.fields(read)} == {f.name for f in sent.DESCRIPTOR.fields}
+        for field in sent.DESCRIPTOR.fields:
+            value = getattr(sent, field.name)
+            assert getattr(read, field.name) == (tuple(value) if field.is_repeated else value), field.name
+    assert (info.versions, info.memory_plan) == ({"jax": "1"}, {"pages": 3, "share": 0.5})
+    assert info.defaults == SamplingParams(max_tokens=5, initial_state="zeros", exit_policy="latent")
 
 
 def test_the_contract_follows_the_naming_rules() -> None:

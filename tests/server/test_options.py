@@ -16,7 +16,7 @@ from rlt_jax.client import AsyncGenerationClient, GenerationClient
 from rlt_jax.client.client import CHANNEL_OPTIONS, LOOPBACK_OPTIONS, channel_options, check_address, is_loopback
 from rlt_jax.config import PLATFORM_DEFAULTS, EngineConfig, KVLayoutKind
 from rlt_jax.errors import InvalidConfig
-from server.__main__ import DEFAULT_MAX_WAITING, OPTIONS, build_parser
+from server.__main__ import DEFAULT_MAX_WAITING, OPTIONS, build_parser, main
 from server.app import SERVER_OPTIONS, ServerConfig
 
 # As gRPC's channel_arg_names.h spells them.
@@ -66,8 +66,9 @@ def test_defaults_are_the_configs_own() -> None:
 def test_every_setting_of_a_message_has_its_option() -> None:
     options = {action.dest: action.option_strings[0] for action in build_parser()._actions}
     fields = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
-    assert {name: option for option, name in OPTIONS.items()} == {
-        name: options[name] for name in fields - {"compilation_cache"} | {"model", "revision"}
+    own = fields - {"compilation_cache", "max_loops"} | {"model", "revision"}
+    assert {name: option for option, name in OPTIONS.items()} == {name: options[name] for name in own} | {
+        "max_loops": "--depth-cap"  # --max-loops is a request's
     }
 
 
@@ -79,6 +80,8 @@ def test_every_setting_of_a_message_has_its_option() -> None:
         ("tls_cert and tls_key must be given together", "--tls-cert and --tls-key must be given together"),
         ("max_context=9 exceeds max_position_embeddings=8", "--max-context: 9 exceeds max_position_embeddings=8"),
         ("host and port", "host and port"),
+        ("max_loops must be >= 1, found 0", "--depth-cap: must be >= 1, found 0"),
+        ("kv_planes=2 is of kv_layout=ring", "--kv-planes: 2 is of --kv-layout=ring"),
         ("folder /x/kv_pages/y cannot be used", "folder /x/kv_pages/y cannot be used"),
     ],
 )
@@ -110,15 +113,31 @@ def test_wrong_addresses_are_refused_by_both_clients(address: str) -> None:
 
 def test_every_engine_option_reaches_its_field() -> None:
     given = {
-        "dtype": "float32", "kv_layout": "shared", "slots": 3, "page_size": 8, "prefill_chunk": 32, "max_context": 100,
-        "kv_pages": 50, "memory_fraction": 0.5, "round_ticks": 2, "kernels": "reference",
+        "dtype": "float32", "kv_layout": "ring", "kv_planes": 2, "max_loops": 6, "boundary_batch": 3, "slots": 3,
+        "page_size": 8, "prefill_chunk": 32, "max_context": 100, "kv_pages": 50, "memory_fraction": 0.5,
+        "round_ticks": 2, "kernels": "reference",
     }  # fmt: skip
     assert set(cli.ENGINE_OPTIONS.values()) == set(given)
     words = [word for option, field in cli.ENGINE_OPTIONS.items() for word in (option, str(given[field]))]
     config = cli.engine_config(build_parser().parse_args(words))
-    assert config == EngineConfig(**given | {"kv_layout": KVLayoutKind.SHARED})
+    assert config == EngineConfig(**given | {"kv_layout": KVLayoutKind.RING})
     # what no option sets is set by the program itself
-    assert {f.name for f in dataclasses.fields(EngineConfig)} - set(given) == {"max_waiting", "compilation_cache"}
+    own = {"max_waiting", "compilation_cache", "initial_state"}
+    assert {f.name for f in dataclasses.fields(EngineConfig)} - set(given) == own
+
+
+def test_the_default_initial_state_is_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def run(config: ServerConfig, make_engine: object) -> None:
+        seen.append(make_engine.__closure__)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("server.__main__.run", run)
+    with pytest.raises(SystemExit):
+        main(["--initial-state", "random", "--depth-cap", "6", "--log-level", "error"])
+    configs = [cell.cell_contents for cell in seen[0] if isinstance(cell.cell_contents, EngineConfig)]
+    assert [(c.initial_state, c.max_loops, c.max_waiting) for c in configs] == [("random", 6, DEFAULT_MAX_WAITING)]
 
 
 def test_help_states_defaults_for_both_platforms() -> None:

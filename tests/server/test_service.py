@@ -190,6 +190,16 @@ BAD = {
     "max above the model": (request_with(depth__max_loops=5), "depth.max_loops", "[1, 4], found 5"),
     "prefill above the model": (request_with(depth__prefill_loops=5), "depth.prefill_loops", "[1, 4], found 5"),
     "unknown policy": (request_with(depth__exit_policy="never"), "depth.exit_policy", "found 'never'"),
+    "policy of another model": (
+        request_with(depth__exit_policy="latent"),
+        "depth.exit_policy",
+        "latent needs the score 'latent'; ouro gives 'gate'",
+    ),
+    "initial state": (
+        request_with(depth__initial_state="zeros"),
+        "depth.initial_state",
+        "injected for ouro, found 'zeros'",
+    ),
     "trace without depths": (request_with(depth__exit_policy="trace"), "depth.exit_trace", "one depth per output"),
     "short trace": (request_with(stop__max_tokens=3, depth__exit_trace=[4, 1]), "depth.exit_trace", "2 entries"),
     "empty trace": (request_with(stop__max_tokens=3, depth__exit_trace=[]), "depth.exit_trace", "0 entries"),
@@ -523,7 +533,8 @@ def test_model_info(client: GenerationClient) -> None:
     info = client.model_info()
     assert (info.name, info.model_type, info.vocab_size, info.max_context) == ("ouro_tiny", "ouro", 256, 512)
     assert (info.trained_loops, info.max_loops, info.kv_planes) == (4, 4, 4)
-    assert info.kv_bytes_per_token == 2 * 3 * 4 * 4 * 16 * 4  # k and v, layers, planes, heads, width, bytes
+    assert info.kv_bytes_per_position == 2 * 3 * 4 * 4 * 16 * 4  # k and v, layers, planes, heads, width, bytes
+    assert (info.open_ended, info.initial_states, info.exit_scores) == (False, ("injected",), ("gate",))
     assert info.exit_policies == ("fixed", "gate", "gate_delayed", "trace")
     assert (info.eos_token_ids, info.has_tokenizer, info.dtype) == ((0,), False, "float32")
 
@@ -532,6 +543,7 @@ def test_server_info(client: GenerationClient) -> None:
     info = client.server_info()
     assert {"rlt_jax", "jax", "python"} <= set(info.versions)
     assert (info.settings.slots, info.settings.max_waiting, info.settings.kv_layout) == (2, 2, "last_exited")
+    assert info.settings.boundary_batch == 1
     assert info.settings.prefill_buckets
     assert "paged_attention" in [item.op for item in info.implementations]
     assert all(item.chosen and item.reason for item in info.implementations)
