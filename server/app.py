@@ -275,7 +275,7 @@ def _report(engine: LLMEngine) -> None:
         "on %s (%s): %d slots, page size %d, KV layout %s (%d planes, %d bytes per position), boundary batch %d, "
         "%d programs",
         info["platform"], info["device_kind"], info["slots"], info["page_size"], info["kv_layout"], model["kv_planes"],
-        model["kv_bytes_per_position"], info["boundary_batch"], info["compiled_programs"],
+        model["kv_bytes_per_token"], info["boundary_batch"], info["compiled_programs"],
     )  # fmt: skip
     warning = pool_warning(info["memory_plan"]["pages"] * info["page_size"], model["max_context"])
     if warning is not None:

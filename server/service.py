@@ -253,7 +253,7 @@ def _model_info(info: dict[str, Any]) -> pb.GetModelInfoResponse:
         trained_loops=info["trained_loops"],
         max_loops=info["max_loops"],
         kv_planes=info["kv_planes"],
-        kv_bytes_per_position=info["kv_bytes_per_position"],
+        kv_bytes_per_token=info["kv_bytes_per_token"],
         exit_scores=info["exit_scores"],
         exit_policies=info["exit_policies"],
         eos_token_ids=info["eos_token_ids"],

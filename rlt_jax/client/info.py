@@ -26,7 +26,7 @@ class ModelInfo:
     open_ended: bool  # any depth makes sense: max_loops is what the server was started with
     initial_states: tuple[str, ...]
     kv_planes: int  # copies of a position's KV in a layer inside the loop
-    kv_bytes_per_position: int  # over all layers
+    kv_bytes_per_token: int  # over all layers
     exit_scores: tuple[str, ...]
     exit_policies: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class ModelInfo:
             open_ended=message.open_ended,
             initial_states=tuple(message.initial_states),
             kv_planes=message.kv_planes,
-            kv_bytes_per_position=message.kv_bytes_per_position,
+            kv_bytes_per_token=message.kv_bytes_per_token,
             exit_scores=tuple(message.exit_scores),
             exit_policies=tuple(message.exit_policies),
             eos_token_ids=tuple(message.eos_token_ids),

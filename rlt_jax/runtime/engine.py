@@ -324,7 +324,7 @@ class LLMEngine:
             "initial_states": list(spec.initial_states),
             "kv_layout": self.config.kv_layout.value,
             "kv_planes": self._layout.planes,
-            "kv_bytes_per_position": self._layout.bytes_per_position,
+            "kv_bytes_per_token": self._layout.bytes_per_position,
             "exit_scores": list(spec.exit_scores),
             "exit_policies": policies,
             "eos_token_ids": list(self.loaded.eos_token_ids),

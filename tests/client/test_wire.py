@@ -182,7 +182,7 @@ NUMBERS = {
     },
     pb.GetModelInfoResponse: {
         "name": 1, "model_type": 2, "vocab_size": 3, "max_context": 4, "trained_loops": 5, "max_loops": 6,
-        "kv_planes": 7, "kv_bytes_per_position": 8, "exit_scores": 9, "exit_policies": 10, "eos_token_ids": 11,
+        "kv_planes": 7, "kv_bytes_per_token": 8, "exit_scores": 9, "exit_policies": 10, "eos_token_ids": 11,
         "has_tokenizer": 12, "parameter_count": 13, "dtype": 14, "open_ended": 15, "initial_states": 16,
     },
 }  # fmt: skip

@@ -173,8 +173,8 @@ def test_what_the_engine_says_about_itself() -> None:
     target = engine()
     model, server = target.model_info(), target.server_info()
     entry = 2 * 4 * 16 * 4  # K and V of four heads of 16 in float32
-    assert model["kv_bytes_per_position"] == entry * (2 + 4 * 8 + 2)
-    assert server["memory_plan"]["bytes_per_page"] == 4 * model["kv_bytes_per_position"]
+    assert model["kv_bytes_per_token"] == entry * (2 + 4 * 8 + 2)
+    assert server["memory_plan"]["bytes_per_page"] == 4 * model["kv_bytes_per_token"]
     kv = target._runner._kv
     assert sum(a.nbytes for a in (*kv.k, *kv.v)) == server["memory_plan"]["kv_bytes"]
     assert model["exit_policies"] == ["fixed", "trace", "latent", "kl", "argmax"]
@@ -185,8 +185,8 @@ def test_what_the_engine_says_about_itself() -> None:
     defaults = server["defaults"]
     assert (defaults["exit_policy"], defaults["min_loops"], defaults["max_loops"]) == ("fixed", 2, 8)
     assert (defaults["prefill_loops"], defaults["initial_state"]) == (8, "zeros")
-    assert of_layout("drop").model_info()["kv_bytes_per_position"] == entry * (2 + 4 * 8 + 2) + 4
-    assert of_layout("ring", 2).model_info()["kv_bytes_per_position"] == entry * (2 + 4 * 2 + 2)
+    assert of_layout("drop").model_info()["kv_bytes_per_token"] == entry * (2 + 4 * 8 + 2) + 4
+    assert of_layout("ring", 2).model_info()["kv_bytes_per_token"] == entry * (2 + 4 * 2 + 2)
 
 
 REFUSED = {

@@ -244,7 +244,7 @@ def test_model_info(layout: KVLayoutKind, planes: int) -> None:
     info = llm(layout=layout).engine.model_info()
     assert info["model_type"] == "nanbeige"
     assert (info["trained_loops"], info["max_loops"], info["kv_planes"]) == (2, 2, planes)
-    assert info["kv_bytes_per_position"] == planes * 2 * 3 * 2 * 16 * 4  # planes, k and v, layers, KV heads, D, float32
+    assert info["kv_bytes_per_token"] == planes * 2 * 3 * 2 * 16 * 4  # planes, k and v, layers, KV heads, D, float32
     assert (info["exit_scores"], info["exit_policies"]) == ([], ["fixed", "trace"])
     assert info["eos_token_ids"] == [2]
     assert llm(layout=layout).engine.defaults.exit_policy == "fixed"

@@ -56,7 +56,7 @@ def test_what_the_model_and_the_server_say(client: GenerationClient) -> None:
     assert set(model.exit_policies) == {"fixed", "latent", "kl", "argmax", "trace"}
     assert model.initial_states == ("zeros", "random")
     # k and v of 4 heads of 16 in float32: 4 core layers of 6 planes, 4 others of one; and an exit depth
-    assert (model.kv_planes, model.kv_bytes_per_position) == (6, 2 * 4 * 16 * 4 * (4 * 6 + 4) + 4)
+    assert (model.kv_planes, model.kv_bytes_per_token) == (6, 2 * 4 * 16 * 4 * (4 * 6 + 4) + 4)
     assert (server.settings.kv_layout, server.settings.boundary_batch) == ("drop", 2)
     defaults = server.defaults
     assert (defaults.exit_policy, defaults.initial_state) == ("fixed", "random")

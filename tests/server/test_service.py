@@ -533,7 +533,7 @@ def test_model_info(client: GenerationClient) -> None:
     info = client.model_info()
     assert (info.name, info.model_type, info.vocab_size, info.max_context) == ("ouro_tiny", "ouro", 256, 512)
     assert (info.trained_loops, info.max_loops, info.kv_planes) == (4, 4, 4)
-    assert info.kv_bytes_per_position == 2 * 3 * 4 * 4 * 16 * 4  # k and v, layers, planes, heads, width, bytes
+    assert info.kv_bytes_per_token == 2 * 3 * 4 * 4 * 16 * 4  # k and v, layers, planes, heads, width, bytes
     assert (info.open_ended, info.initial_states, info.exit_scores) == (False, ("injected",), ("gate",))
     assert info.exit_policies == ("fixed", "gate", "gate_delayed", "trace")
     assert (info.eos_token_ids, info.has_tokenizer, info.dtype) == ((0,), False, "float32")
