@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that is recorded for a revision on one H200: tests/gpu, then the benchmarks, each with its JSON document.
+# Everything that is recorded for a revision on one H200: the benchmarks, each with its JSON document, and tests/gpu.
 # Usage: benchmarks/h200.sh FOLDER [PYTHON [STEP...]].  A step is a name below or the beginning of names ("tick",
-# "throughput-1.4b", "throughput-2.6b-96"); none means all.  Later steps run even if an earlier one fails; the exit code
+# "tick-huginn", "throughput-2.6b"); none means all.  Later steps run even if an earlier one fails; the exit code
 # is the first failure's.  The checkpoint of the load step goes to a new folder under TMPDIR, which is removed.
 set -u
 out=${1:?folder for the results}
@@ -33,16 +33,15 @@ bench() { # NAME ARGUMENT...
     step "$name" "$python" -m rlt_jax.bench "$@" --out "$out/$name.json"
 }
 
-step tests-gpu "$python" -m pytest tests/gpu -q -p no:cacheprovider
-bench tick-1.4b tick --model ouro-1.4b --slots 1,32,128 --context 512
-bench tick-2.6b tick --model ouro-2.6b --slots 1,32,96 --context 512
+# the tick, the three forms, at 64 and 128 outputs: one engine per count of clients serves them all
+bench throughput-1.4b throughput --model ouro-1.4b --clients 128,32,1 --prompt 512 --outputs 64,128 --tick
 bench first-token-1.4b first-token --model ouro-1.4b --prompt 1024
-for clients in 1 32 128; do
-    bench "throughput-1.4b-$clients" throughput --model ouro-1.4b --clients "$clients" --prompt 512 --outputs 64,128
-done
-for clients in 1 32 96; do
-    bench "throughput-2.6b-$clients" throughput --model ouro-2.6b --clients "$clients" --prompt 512 --outputs 64
-done
+bench throughput-2.6b throughput --model ouro-2.6b --clients 96,32,1 --prompt 512 --outputs 64,128 --tick
+bench tick-nanbeige tick --model nanbeige4.2-3b --slots 1,32 --context 512
+bench tick-huginn-8 tick --model huginn-0125 --depth-cap 8 --slots 1,32 --context 512
+# at 32 loops a layer's pool of 32 x 512 positions is more than kernels address
+bench tick-huginn-32 tick --model huginn-0125 --depth-cap 32 --slots 1,32 --context 256
+step tests-gpu "$python" -m pytest tests/gpu -q -p no:cacheprovider
 checkpoint=$(mktemp -d)
 trap 'rm -rf "$checkpoint"' EXIT
 bench load-1.4b load --model ouro-1.4b --folder "$checkpoint/ouro-1.4b"

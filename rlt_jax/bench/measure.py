@@ -91,6 +91,7 @@ def tick(engine: LLMEngine, context: int, copy_tb_s: float) -> dict[str, Any]:
         "kv_layout": engine.config.kv_layout.value,
         "kv_planes": engine.model_info()["kv_planes"],
         "rounds": window.rounds,
+        "idle_row_share": window.idle_row_ticks / max(1, window.ticks * slots),
         **guards,
     }
     reason = too_short(window)
