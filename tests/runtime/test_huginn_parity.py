@@ -53,28 +53,28 @@ class Case:
 
 GROUPED = {"heads": 6, "kv_heads": 2, "width": 40, "vocab": 61, "tied": False}
 CASES = {
-    "huginn last_exited": Case(shape=HuginnShape(prelude=2, core=3, coda=2, heads=3, kv_heads=3, width=24), loops=6),
+    "huginn last_exited": Case(shape=HuginnShape(prelude=2, core=2, coda=1, heads=3, kv_heads=3, width=24), loops=6),
     "llama beyond eight planes": Case(
-        shape=HuginnShape(block=LLAMA, core=1, coda=2, scaled_rotary=True, **GROUPED), loops=11, slots=5, page=16,
+        shape=HuginnShape(block=LLAMA, core=2, coda=1, scaled_rotary=True, **GROUPED), loops=11, slots=5, page=16,
         chunk=16, batch=1,
     ),
     "olmo2 drop": Case(
-        shape=HuginnShape(block=OLMO2, prelude=2, core=2, kv_heads=2, head_dim=16, width=24), layout="drop", loops=5,
+        shape=HuginnShape(block=OLMO2, core=1, coda=2, kv_heads=2, head_dim=16, width=24), layout="drop", loops=5,
         page=3, chunk=7, batch=3,
     ),
     "huginn drop beyond eight planes": Case(
         shape=HuginnShape(prelude=1, core=2, coda=1), layout="drop", loops=10, slots=2, batch=64
     ),
     "llama ring of one": Case(
-        shape=HuginnShape(block=LLAMA, prelude=1, core=2, coda=3, kv_heads=1, width=16), layout="ring", planes=1,
+        shape=HuginnShape(block=LLAMA, prelude=1, core=2, coda=1, kv_heads=1, width=16), layout="ring", planes=1,
         loops=6, chunk=12,
     ),
     "huginn ring of three": Case(
-        shape=HuginnShape(prelude=1, core=4, coda=1, heads=2, kv_heads=2, width=16), layout="ring", planes=3, loops=9,
+        shape=HuginnShape(prelude=1, core=3, coda=1, heads=2, kv_heads=2, width=16), layout="ring", planes=3, loops=9,
         chunk=16, slots=4,
     ),
     "olmo2 shared": Case(
-        shape=HuginnShape(block=OLMO2, prelude=3, core=1, coda=2, **GROUPED), layout="shared", loops=6, page=5, batch=2
+        shape=HuginnShape(block=OLMO2, prelude=2, core=1, coda=1, **GROUPED), layout="shared", loops=6, page=5, batch=2
     ),
 }  # fmt: skip
 
