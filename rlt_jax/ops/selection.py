@@ -15,7 +15,6 @@ class Requirement:
     kv_heads: int
     head_dim: int
     page_size: int
-    exit_depth: bool = False  # reading resolves planes by exit depth (`history` of paged_attention)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

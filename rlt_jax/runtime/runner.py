@@ -84,7 +84,6 @@ class Runner:
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             page_size=layout.page_size,
-            exit_depth=layout.history is not None,
         )
         attention = choose_paged_attention(config.kernels, need)
         kv_write = choose_kv_write(config.kernels, need)
