@@ -317,7 +317,7 @@ def test_a_broken_device_ends_every_stream_and_the_process() -> None:
         (["--dtype", "int4"], "--dtype: must be one of bfloat16, float32, found 'int4'"),
         (["--kv-layout", "disc"], "--kv-layout: must be one of last_exited, shared, drop, ring, found 'disc'"),
         (["--kv-planes", "2"], "--kv-planes: 2 is a setting of --kv-layout=ring"),
-        (["--kv-layout", "ring", "--kv-planes", "5"], "--kv-planes: must be in [1, 4] for --kv-layout=ring"),
+        (["--kv-layout", "ring", "--kv-planes", "5"], "--kv-planes: must be in [1, 4] with --depth-cap=4, found 5"),
         (["--depth-cap", "5"], "--depth-cap: must be 4, the only cap of model_type 'ouro', found 5"),
         (["--initial-state", "zeros"], "--initial-state: 'zeros', but the model offers injected"),
         (["--boundary-batch", "0"], "--boundary-batch: must be an integer in [1, 4096], found 0"),
