@@ -11,7 +11,7 @@ from rlt_jax.errors import InvalidConfig
 
 
 class KVLayoutKind(enum.Enum):
-    """How a token's KV of several depths is kept (DESIGN: depth-aware KV)."""
+    """How a token's KV of several depths is kept; `kvcache.layout` has the rules."""
 
     LAST_EXITED = "last_exited"
     SHARED = "shared"

@@ -11,7 +11,8 @@ GPU it names; random weights and tokens; fixed or given depths, so that the work
 A row that is no measurement (an empty window, a compile in it, other work than asked for) carries the reason in
 "invalid" and no rate; such a document, or an H200 that copies too slowly, has "valid": false and exit code 3.
 
-Models: ouro-1.4b, ouro-2.6b and tiny have real shapes and random weights; anything else is a checkpoint to load.
+Models: ouro-1.4b, ouro-2.6b, nanbeige4.2-3b and huginn-0125 have the released shapes and random weights, tiny is a
+small model to try commands with.  Anything else is a checkpoint to load.
 `python -m rlt_jax.bench tick --help` and the like show each measurement's options.
 """
 
@@ -61,7 +62,7 @@ def _number(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--model", default="tiny", help="ouro-1.4b, ouro-2.6b, tiny (random weights), or a checkpoint")
+    common.add_argument("--model", default="tiny", help="a name from the list above, or a checkpoint")
     common.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of weights, activations and KV")
     common.add_argument("--out", type=Path, help="also write the JSON document to this file")
     served = argparse.ArgumentParser(add_help=False)
@@ -160,7 +161,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "max_loops": args.depth_cap,
     }
     loops = args.depth_cap or loaded.model.spec.max_loops
-    if args.command == "throughput" and args.depth != "fixed" and loops != max(trace[0][:1]):
+    if args.command == "throughput" and args.depth != "fixed" and loops != trace[0][0]:
         raise InvalidConfig(
             f"--depth: the trace is for models of {trace[0][0]} loops, this one runs {loops}: use fixed"
         )

@@ -44,7 +44,7 @@ class ModelSpec:
     num_core_layers: int
     num_coda_layers: int = 0
     trained_loops: int  # the depth the model was trained at; prompts run at it unless the request says otherwise
-    max_loops: int  # the deepest loop a request may ask for (= KV planes of LAST_EXITED)
+    max_loops: int  # the deepest loop a request may ask for (= KV planes of LAST_EXITED and DROP)
     open_ended: bool = False  # any depth makes sense; max_loops is then a cap that `with_max_loops` moves
     max_positions: int
     norm_eps: float

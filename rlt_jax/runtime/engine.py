@@ -376,7 +376,7 @@ class LLMEngine:
 
 
 def _request_defaults(loaded: LoadedCheckpoint, config: ResolvedEngineConfig) -> RequestDefaults:
-    """DESIGN's table of defaults, filled from the checkpoint."""
+    """What a request gets for what it leaves out: from the checkpoint, and from the server's settings."""
     spec, generation = loaded.model.spec, loaded.generation
     return RequestDefaults(
         exit_policy="gate" if "gate" in spec.exit_scores else "fixed",

@@ -13,5 +13,5 @@ def admission_order(waiting: Sequence[Request]) -> Sequence[Request]:
 
 
 def prefill_order(prefilling: Sequence[Request]) -> Sequence[Request]:
-    """Whose chunk runs first when the token budget is short: arrival order, so the oldest prompt finishes first."""
+    """Whose chunk runs first where a round cannot take all: arrival order, so the oldest prompt finishes first."""
     return prefilling

@@ -2,7 +2,7 @@
 
 Life of a slot:
 
-    FREE --bind--> FREE (its prompt runs in chunks) --last chunk--> READOUT        LAST_EXITED
+    FREE --bind--> FREE (its prompt runs in chunks) --last chunk--> READOUT        all layouts but SHARED
     FREE --bind--> ENTER (its prompt runs position by position, forced)            SHARED
     READOUT --sample--> ENTER --prelude--> CORE --loops--> READOUT -> ...          until a stop: FREE
 

@@ -83,20 +83,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--seed must be >= 0, found {args.seed}")
 
 
-def export(path: Path, args: argparse.Namespace, params: OuroParams, loops: int, threshold: float) -> None:
-    """Write a model directory in BF16."""
-    config = model_config(SIZES[args.size], build_tokenizer().get_vocab_size(), loops, exit_threshold=threshold)
-    model = model_from_config(config)
-    save_checkpoint(
-        path,
-        model,
-        cast(params, "bfloat16"),
-        tokenizer_json=build_tokenizer().to_str(pretty=True),
-        config=config,
-        generation_config={"do_sample": False, "eos_token_id": 0, "pad_token_id": 0},
-    )
-
-
 class Run:
     """One run of the command: its settings, its log, and the record that becomes training.json."""
 

@@ -137,6 +137,11 @@ def test_bytes_of_a_tick_at_real_size(name, loops, expected):
     assert workload.tick_bytes(loaded, 32 * 512, 32, loops) == expected
 
 
+def test_help_names_every_model_that_has_random_weights():
+    described = build_parser().format_help()
+    assert [name for name in workload.SHAPES if name not in described] == []
+
+
 @pytest.mark.parametrize(
     "bad",
     [

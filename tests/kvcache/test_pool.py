@@ -1,6 +1,6 @@
 """Writing into the pool and reading it back through attention.
 
-PROTECTS: the depth rule of both layouts (which version of an earlier token a loop sees), that finalising an exit costs
+PROTECTS: the depth rule of every layout (which version of an earlier token a loop sees), that finalising an exit costs
 no separate copy and yet equals one, and that idle and padding rows never touch a page.
 """
 
@@ -16,8 +16,7 @@ import pytest
 from rlt_jax.config import KVLayoutKind
 from rlt_jax.kvcache.layout import KVLayout, read_plane
 from rlt_jax.kvcache.pool import KVPool, empty_pool, mark_exits, write_rows
-from rlt_jax.ops.paged_attention.api import choose_paged_attention, paged_attention
-from rlt_jax.ops.selection import Requirement
+from rlt_jax.ops.paged_attention.api import paged_attention
 from tests.oracle.huginn import visible_loop
 
 LAST, SHARED = KVLayoutKind.LAST_EXITED, KVLayoutKind.SHARED
@@ -207,9 +206,9 @@ def test_exit_depths_are_marked_where_they_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("history", "exit_depth", "implementation"),
-    [("resolve", None, "reference"), (None, 1, "reference"), ("last", 1, "reference"), ("drop", 1, "triton")],
+    ("history", "exit_depth"), [("resolve", None), ("drop", None), (None, 1), ("last", 1), ("last", None)]
 )
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_history_and_exit_depths_go_together(history, exit_depth, implementation: str) -> None:
     pool = empty_pool(layout(DROP), 1, jnp.float32)
     exits = None if exit_depth is None else pool.exit_depth
@@ -218,18 +217,6 @@ def test_history_and_exit_depths_go_together(history, exit_depth, implementation
             jnp.zeros((1, 1, 1, 1)), pool.k[0], pool.v[0], ints(0)[None], ints(0)[None], ints(0), exit_depth=exits,
             history=history, implementation=implementation,
         )  # fmt: skip
-
-
-def test_kernels_that_know_no_exit_depths_are_not_chosen() -> None:
-    need = Requirement(
-        platform="gpu", dtype="bfloat16", heads=16, kv_heads=16, head_dim=128, page_size=64, exit_depth=True
-    )
-    found = choose_paged_attention("auto", need)
-    assert found.chosen == "reference"
-    assert "exit depths" in found.reason
-    with pytest.raises(NotImplementedError, match=r"kernels=triton .*exit depths"):
-        choose_paged_attention("triton", need)
-    assert choose_paged_attention("auto", dataclasses.replace(need, exit_depth=False)).chosen == "triton"
 
 
 def test_layers_outside_the_loop_store_one_plane() -> None:

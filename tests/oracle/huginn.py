@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracle.checkpoint import read_tensors
-from tests.oracle.ouro import LAST_EXITED, SHARED, Choose, Policy, Step, greedy, unchanged, wants_exit
+from tests.oracle.ouro import LAST_EXITED, SHARED, Choose, Policy, Step, greedy, log_softmax, unchanged, wants_exit
 
 DROP = "drop"
 RING = "ring"
@@ -322,11 +322,6 @@ def exit_score(name: str, states: Sequence[np.ndarray], readouts: Sequence[np.nd
     if name == "argmax":
         return float(unchanged([int(np.argmax(logits)) for logits in readouts]))
     return 0.0
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
 
 
 # stores the K/V [T, kv heads, D] of the rows being computed; gives what they see of earlier positions, [S, kv heads, D]

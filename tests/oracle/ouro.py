@@ -39,8 +39,13 @@ class Step:
 
     @property
     def log_probabilities(self) -> np.ndarray:
-        shifted = self.logits - self.logits.max()
-        return shifted - np.log(np.exp(shifted).sum())
+        return log_softmax(self.logits)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 Choose = Callable[[int, np.ndarray], int]  # (output index, logits [V]) -> token

@@ -18,6 +18,7 @@ from rlt_jax import EngineConfig, InvalidConfig, InvalidRequest, LLMEngine
 from tests.engines import Job, Result, alone, drained, sampling, serve
 from tests.oracle import Policy, judge
 from tests.oracle.huginn_checkpoint import HuginnShape
+from tests.oracle.ouro import log_softmax
 from tests.runtime.huginn import RETROFIT, TINY, engine, of_layout, oracle, policy_of, random_checkpoint
 
 ATOL = 2e-4  # the fixtures' recommendation
@@ -32,11 +33,6 @@ def golden() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def retrofit() -> dict[str, np.ndarray]:
     return dict(np.load(RETROFIT / "golden.npz"))
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def follows(result: Result, ids: np.ndarray, logits: np.ndarray | None = None) -> None:

@@ -21,6 +21,7 @@ from tests.engines import LAST_EXITED, SHARED, Job, alone, sampling, serve, sett
 from tests.oracle import Policy, judge
 from tests.oracle.judge import greedy_distance
 from tests.oracle.nanbeige import NanbeigeOracle
+from tests.oracle.ouro import log_softmax
 from tests.oracle.sampling import sampled_distance
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "nanbeige_tiny"
@@ -66,11 +67,6 @@ def _llm(path: Path, layout: KVLayoutKind, slots: int, page_size: int, chunk: in
             max_context=64,
         ),
     )
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def policy_of(params: SamplingParams) -> Policy:

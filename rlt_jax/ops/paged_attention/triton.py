@@ -50,7 +50,7 @@ def paged_attention_triton(
     if exit_depth is None:
         exit_depth = jnp.zeros((1, 1), jnp.int32)  # kernels take it always, and read it where there is a `history`
     with warnings.catch_warnings():
-        # Pallas' Triton lowering announces its end; the Mosaic kernels that replace it are not faster yet
+        # Pallas' Triton lowering announces its end; these kernels have no Mosaic version yet
         warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*[Tt]riton.*")
         if q.shape[1] == 1:
             return _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret)
