@@ -150,6 +150,11 @@ class EngineConfig:
         settings["max_loops"] = max_loops
         if settings["kv_layout"] is KVLayoutKind.RING and settings["kv_planes"] is None:
             settings["kv_planes"] = 1
+        if whole_stack and settings["boundary_batch"] not in (None, 1):
+            raise InvalidConfig(
+                f"boundary_batch must be 1 for a model without layers before or after its loop, "
+                f"found {self.boundary_batch}"
+            )
         if settings["boundary_batch"] is None:
             settings["boundary_batch"] = 1 if whole_stack else max(1, settings["slots"] // 4)
         if settings["round_ticks"] is None:

@@ -51,7 +51,8 @@ class LLM:
     ) -> None:
         unknown = settings.keys() - {field.name for field in dataclasses.fields(EngineConfig)}
         if unknown:
-            raise InvalidConfig(f"{', '.join(sorted(unknown))}: not a setting of LLM or EngineConfig")
+            hint = " (the depth cap is max_loops)" if "depth_cap" in unknown else ""
+            raise InvalidConfig(f"{', '.join(sorted(unknown))}: not a setting of LLM or EngineConfig{hint}")
         config = dataclasses.replace(config or EngineConfig(), **settings)
         self.engine = LLMEngine(model, config, revision=revision, progress=progress)
         self._numbers = itertools.count()

@@ -154,7 +154,7 @@ def resolve_params(
         max_loops=max_loops,
         prefill_loops=prefill_loops,
         exit_policy=policy,
-        exit_threshold=_check_threshold(policy, params.exit_threshold, defaults),
+        exit_threshold=_check_threshold(policy, params, defaults, spec),
         exit_trace=trace,
         initial_state=_check_initial_state(pick("initial_state"), spec),
         logprobs=params.logprobs,
@@ -182,10 +182,15 @@ def _check_policy(
     return name
 
 
-def _check_threshold(policy: str, value: Any, defaults: RequestDefaults) -> float:
+def _check_threshold(policy: str, params: SamplingParams, defaults: RequestDefaults, spec: ModelSpec) -> float:
     """What a threshold may be, and what it is if not given, depends on the policy; the checkpoint's is of its gate."""
+    value = params.exit_threshold
     if value is None:
         return DEFAULT_THRESHOLDS.get(policy, defaults.exit_threshold)
+    if policy == "fixed" and params.exit_policy is None:  # whoever gives a threshold means to leave early
+        scored = [name for name, score in POLICY_NEEDS_SCORE.items() if score in spec.exit_scores]
+        remedy = f"name an exit_policy with it, one of {', '.join(scored)}" if scored else "this model has no other"
+        raise InvalidRequest("exit_threshold", f"has no effect under the default exit_policy 'fixed': {remedy}")
     if policy == "argmax":
         count = _number("exit_threshold", value, 1.0, float(MAX_COUNT))
         if not count.is_integer():

@@ -318,6 +318,12 @@ def test_an_initial_state_that_the_model_does_not_offer() -> None:
         resolved(initial_state="injected", initial_states=("zeros", "random"))
 
 
+def test_a_boundary_that_the_model_does_not_have() -> None:
+    with pytest.raises(InvalidConfig, match="boundary_batch must be 1.*found 2"):
+        resolved(boundary_batch=2)
+    assert resolved(boundary_batch=1).boundary_batch == 1
+
+
 def test_settings_that_the_model_decides() -> None:
     """What None means, and that a quarter of few slots is still one."""
     ouro, huginn = resolved(), resolved(initial_states=("zeros", "random"), whole_stack=False)

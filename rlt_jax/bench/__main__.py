@@ -19,17 +19,22 @@ small model to try commands with.  Anything else is a checkpoint to load.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlt_jax import cli
 from rlt_jax.config import DTYPES, KERNEL_CHOICES, EngineConfig, KVLayoutKind
 from rlt_jax.errors import InvalidConfig, RltError
+
+if TYPE_CHECKING:  # what measures is imported after the device's memory is reserved
+    from rlt_jax.models.checkpoint import LoadedCheckpoint
+    from rlt_jax.runtime.engine import LLMEngine
 
 PROGRAM = "python -m rlt_jax.bench"
 SCHEMA_VERSION = 1
@@ -71,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     served.add_argument("--prefill-chunk", type=int, help="prompt positions per program (default: by platform)")
     served.add_argument("--round-ticks", type=int, help="ticks per round at most (default: by slots)")
     served.add_argument("--depth-cap", type=int, help="loops of an open-ended model (default: the checkpoint's)")
+    served.add_argument("--boundary-batch", type=int, help="rows that wait for prelude and coda (default: by slots)")
     served.add_argument("--kv-planes", type=int, help="planes of the ring layout")
     served.add_argument("--kv-layout", default="last_exited", choices=LAYOUTS, help="KV layout of the engine")
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=_Help)
@@ -124,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(args, words, document)
     except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
         cli.fail(PROGRAM, error)
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -132,9 +140,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Rows(list[dict[str, Any]]):
     """Rows of the document; each is shown as it comes."""
 
-    def add(self, row: dict[str, Any]) -> None:
-        self.append(row)
-        print("  ".join(f"{k}={_short(v)}" for k, v in row.items() if not isinstance(v, list)), flush=True)
+    def add(self, row: dict[str, Any], engine: LLMEngine | None = None) -> None:
+        """Show a row and keep it, with the settings that its engine really ran with."""
+        plain = {k: v for k, v in row.items() if not isinstance(v, list)}
+        print("  ".join(f"{k}={_short(v)}" for k, v in plain.items()), flush=True)
+        self.append(row if engine is None else row | {"settings": _settings(engine)})
+
+
+def _settings(engine: LLMEngine) -> dict[str, Any]:
+    info = engine.server_info()
+    names = ("page_size", "prefill_chunk", "round_ticks", "boundary_batch")
+    kernels = {choice["op"]: choice["chosen"] for choice in info["implementations"]}
+    return {"dtype": engine.config.dtype, **{name: info[name] for name in names}, "kernels": kernels}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What every measurement on an engine needs."""
+
+    args: argparse.Namespace
+    loaded: LoadedCheckpoint
+    settings: dict[str, Any]  # of each engine
+    loops: int  # of a token at full depth
+    bandwidth: float  # TB/s
+    rows: _Rows
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -142,64 +171,77 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
     reserve_memory(EngineConfig().memory_fraction)
     enable_compilation_cache()
-    from rlt_jax.bench import measure, throughput, workload
+    from rlt_jax.bench import workload
     from rlt_jax.bench.environment import copy_tb_s, environment
 
-    trace = workload.read_trace()
-    longest = len(trace[0])
+    longest = len(workload.read_trace()[0])
     if args.command == "throughput" and args.depth != "fixed" and max(args.outputs) > longest:
         raise InvalidConfig(f"--outputs: the trace has {longest} depths a request, found {max(args.outputs)}")
     env, bandwidth = environment(), copy_tb_s()
     loaded = workload.load(args.model, args.dtype)
+    print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth * 1e3:.0f} GB/s", flush=True)
+    rows = _Rows()
     settings: dict[str, Any] = {
         "kernels": args.kernels,
         "page_size": args.page_size,
         "prefill_chunk": args.prefill_chunk,
         "round_ticks": args.round_ticks,
+        "boundary_batch": args.boundary_batch,
         "kv_layout": KVLayoutKind(args.kv_layout),
         "kv_planes": args.kv_planes,
         "max_loops": args.depth_cap,
     }
     loops = args.depth_cap or loaded.model.spec.max_loops
-    if args.command == "throughput" and args.depth != "fixed" and loops != trace[0][0]:
-        raise InvalidConfig(
-            f"--depth: the trace is for models of {trace[0][0]} loops, this one runs {loops}: use fixed"
-        )
-    rows = _Rows()
-    print(f"{args.model} {args.dtype} on {env['device_kind']}, copy {bandwidth * 1e3:.0f} GB/s", flush=True)
-    if args.command == "tick":
-        for slots in args.slots:
-            for context in args.context:
-                outputs = measure.tick_outputs(loops, slots)
-                with measure.engine(loaded, slots=slots, prompt=context, outputs=outputs, **settings) as engine:
-                    rows.add(measure.tick(engine, context, bandwidth))
-    elif args.command == "first-token":
-        for prompt in args.prompt:
-            with measure.engine(loaded, slots=1, prompt=prompt, outputs=16, **settings) as engine:
-                rows.add(measure.first_token(engine, prompt))
-    else:
-        choices: dict[str, list[throughput.Trace]] = {"fixed": [None], "trace": [trace], "both": [None, trace]}
-        forms = throughput.FORMS if args.form == "all" else (args.form,)
-        for clients in args.clients:
-            outputs = max(args.outputs)
-            if args.tick:
-                outputs = max(outputs, measure.tick_outputs(loops, clients))
-            with measure.engine(loaded, slots=clients, prompt=args.prompt, outputs=outputs, **settings) as engine:
-                if args.tick:
-                    rows.add(measure.tick(engine, args.prompt, bandwidth))
-                prefill_ms = throughput.prefill_ms(engine, clients, args.prompt)
-                for outputs in args.outputs:
-                    for row in throughput.rows(
-                        engine,
-                        clients=clients,
-                        prompt=args.prompt,
-                        outputs=outputs,
-                        forms=forms,
-                        depths=choices[args.depth],
-                        prefill_ms=prefill_ms,
-                    ):
-                        rows.add(row)
+    task = _Task(args=args, loaded=loaded, settings=settings, loops=loops, bandwidth=bandwidth, rows=rows)
+    {"tick": _ticks, "first-token": _first_tokens, "throughput": _throughputs}[args.command](task)
     return {"environment": env, "model": loaded.name, "copy_tb_s": bandwidth, "rows": rows}
+
+
+def _ticks(task: _Task) -> None:
+    from rlt_jax.bench import measure
+
+    for slots in task.args.slots:
+        for context in task.args.context:
+            outputs = measure.tick_outputs(task.loops, slots)
+            with measure.engine(task.loaded, slots=slots, prompt=context, outputs=outputs, **task.settings) as engine:
+                task.rows.add(measure.tick(engine, context, task.bandwidth), engine)
+
+
+def _first_tokens(task: _Task) -> None:
+    from rlt_jax.bench import measure
+
+    for prompt in task.args.prompt:
+        with measure.engine(task.loaded, slots=1, prompt=prompt, outputs=16, **task.settings) as engine:
+            task.rows.add(measure.first_token(engine, prompt), engine)
+
+
+def _throughputs(task: _Task) -> None:
+    from rlt_jax.bench import measure, throughput, workload
+
+    args, loops, trace = task.args, task.loops, workload.read_trace()
+    if args.depth != "fixed" and loops != trace[0][0]:
+        raise InvalidConfig(
+            f"--depth {args.depth}: the trace is for models of {trace[0][0]} loops, this one runs {loops}: use fixed"
+        )
+    choices: dict[str, list[throughput.Trace]] = {"fixed": [None], "trace": [trace], "both": [None, trace]}
+    forms = throughput.FORMS if args.form == "all" else (args.form,)
+    for clients in args.clients:
+        longest = max([*args.outputs, measure.tick_outputs(loops, clients) if args.tick else 1])
+        with measure.engine(task.loaded, slots=clients, prompt=args.prompt, outputs=longest, **task.settings) as engine:
+            if args.tick:
+                task.rows.add(measure.tick(engine, args.prompt, task.bandwidth), engine)
+            prefill_ms = throughput.prefill_ms(engine, clients, args.prompt)
+            for outputs in args.outputs:
+                for row in throughput.rows(
+                    engine,
+                    clients=clients,
+                    prompt=args.prompt,
+                    outputs=outputs,
+                    forms=forms,
+                    depths=choices[args.depth],
+                    prefill_ms=prefill_ms,
+                ):
+                    task.rows.add(row, engine)
 
 
 def _load(args: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import platform
 import statistics
@@ -11,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+import rlt_jax
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REFERENCE_COPY_TB_S = 4.28  # device copy of an H200, read + write; the floor uses at least this
@@ -36,8 +39,10 @@ def environment() -> dict[str, Any]:
         "platform": device.platform,
         "device_kind": device.device_kind,
         "device_count": jax.device_count(),
+        "rlt_jax": rlt_jax.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
+        "utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "backend": device.client.platform_version.split("\n")[0],
     }
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 import rlt_jax
-from rlt_jax.config import MAX_LOOPS, EngineConfig, RequestDefaults, ResolvedEngineConfig
+from rlt_jax.config import MAX_LOOPS, EngineConfig, KVLayoutKind, RequestDefaults, ResolvedEngineConfig
 from rlt_jax.errors import CorruptState, DeviceFault, EngineDead, InvalidConfig, InvalidRequest
 from rlt_jax.exits import POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.kvcache.layout import KVLayout
@@ -92,6 +92,7 @@ class LLMEngine:
             whole_stack=spec.num_prelude_layers + spec.num_coda_layers == 0,
         )
         self.defaults = _request_defaults(self.loaded, self.config)
+        _warn_of_layout(self.config)
         self._device = device
         self._layout = KVLayout.create(
             self.config.kv_layout,
@@ -373,6 +374,17 @@ class LLMEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _warn_of_layout(config: ResolvedEngineConfig) -> None:
+    """A layout with fewer planes than loops computes something else; most models answer nonsense under it."""
+    kind, planes = config.kv_layout, config.kv_planes or 1
+    if kind is KVLayoutKind.SHARED or (kind is KVLayoutKind.RING and planes < config.max_loops):
+        log.warning(
+            "kv_layout=%s keeps %d of %d loops: other results than last_exited at every depth, of use only for a model "
+            "that was trained for it or is known to bear it",
+            kind.value, planes, config.max_loops,
+        )  # fmt: skip
 
 
 def _request_defaults(loaded: LoadedCheckpoint, config: ResolvedEngineConfig) -> RequestDefaults:

@@ -39,6 +39,10 @@ def test_tick_ends_with_one_json_document(capsys):
         assert row["milliseconds"] > 0
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["milliseconds"])
         assert (row["compiles_in_window"], row["transfer_guard"]) == (0, "disallow")
+        assert row["settings"] == {
+            "dtype": "bfloat16", "page_size": 16, "prefill_chunk": 64, "round_ticks": 8, "boundary_batch": 1,
+            "kernels": {"paged_attention": "reference", "kv_write": "reference"},
+        }  # fmt: skip
 
 
 def test_slots_that_would_have_to_wait_for_pages_are_refused(monkeypatch, capsys):

@@ -192,6 +192,7 @@ REFUSED = {
     "infinite kl": ({"exit_policy": "kl", "exit_threshold": float("inf")}, "exit_threshold", ["inf", "finite"]),
     "no count": ({"exit_policy": "argmax", "exit_threshold": 0}, "exit_threshold", ["0", "[1, 1.67772e+07]"]),
     "half a count": ({"exit_policy": "argmax", "exit_threshold": 2.5}, "exit_threshold", ["2.5", "whole number"]),
+    "threshold, no policy": ({"exit_threshold": 0.02}, "exit_threshold", ["'fixed'", "one of latent, kl, argmax"]),
     "threshold of fixed": ({"exit_policy": "fixed", "exit_threshold": 1.5}, "exit_threshold", ["1.5", "[0, 1]"]),
     "beyond the cap": ({"max_loops": 9}, "max_loops", ["9", "[1, 8]"]),
     "prompt beyond the cap": ({"prefill_loops": 9}, "prefill_loops", ["9", "[1, 8]"]),
@@ -233,6 +234,16 @@ def test_a_ring_takes_one_chunk() -> None:
 def test_refused_settings(settings: dict, message: str) -> None:
     with pytest.raises((InvalidConfig, NotImplementedError), match=message):
         LLMEngine(TINY, EngineConfig(dtype="float32", **settings))
+
+
+@pytest.mark.parametrize(("layout", "planes", "warns"), [("ring", 2, True), ("ring", 3, False), ("drop", None, False)])
+def test_a_layout_that_forgets_loops_says_so(caplog, layout: str, planes: int | None, warns: bool) -> None:
+    config = EngineConfig(
+        dtype="float32", kv_layout=layout, kv_planes=planes, max_loops=3, slots=1, max_context=16, page_size=8
+    )
+    with caplog.at_level("WARNING", logger="rlt_jax.runtime.engine"), LLMEngine(TINY, config):
+        pass
+    assert any(f"kv_layout=ring keeps {planes} of 3 loops" in r.message for r in caplog.records) == warns
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,12 @@ def test_one_layer_s_array_stays_addressable_with_32_bits() -> None:
     elements = 4 * 16 * 64 * 128
     most = MAX_ARRAY_ELEMENTS // elements
     assert plan(device_limit_bytes=None, slots=4096).pages == most == 4095
+    whole = most * 64
+    assert plan(device_limit_bytes=None, slots=1, max_context=whole).pages == most
+    with pytest.raises(
+        InvalidConfig, match=r"needs 4096 KV pages; 4095 are the most .* lower max_context, or the depth"
+    ):
+        plan(device_limit_bytes=None, slots=1, max_context=whole + 1)
     with pytest.raises(InvalidConfig, match="kv_pages=4096 exceeds 4095"):
         plan(device_limit_bytes=None, requested_pages=4096)
 
