@@ -275,12 +275,15 @@ def _report(args: argparse.Namespace, words: list[str], found: dict[str, Any]) -
         "valid": not reasons,
         "rows": rows,
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
     for reason in reasons:
         print(f"INVALID: {reason}", file=sys.stderr)
-    print(json.dumps(document), flush=True)
+    print(json.dumps(document), flush=True)  # before the file: a measurement must not be lost to a bad path
+    if args.out:
+        try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise InvalidConfig(f"--out: {args.out} cannot be written: {error}") from error
     return 3 if reasons else 0
 
 

@@ -111,9 +111,9 @@ def write_checkpoint(name: str, folder: Path) -> bool:
     """
     config = SHAPES[name]
     file = folder / "config.json"
-    if file.exists() and json.loads(file.read_text(encoding="utf-8")) == config:
-        return False
     try:
+        if file.is_file() and _document(file) == config:
+            return False
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise InvalidConfig(f"--folder: {folder} holds something other than {name}; name an empty folder")
@@ -127,6 +127,14 @@ def write_checkpoint(name: str, folder: Path) -> bool:
     write_tensors(folder, tensors, SHARD_BYTES)
     write_text(file, json.dumps(config, indent=2) + "\n")
     return True
+
+
+def _document(file: Path) -> Any:
+    """What a JSON file says; None where it is no JSON."""
+    try:
+        return json.loads(file.read_bytes())
+    except ValueError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,10 @@ def paged_attention_reference(
         new_peak = jnp.maximum(peak, scores.max(-1))
         weight = jnp.where(seen[:, :, None, None, :], jnp.exp(scores - new_peak[..., None]), 0.0)
         shrink = jnp.exp(peak - new_peak)
-        value = jnp.einsum("btkgs,bksd->btkgd", weight, fetch(v_pool), precision=lax.Precision.HIGHEST)
+        # a masked key weighs 0, but what others left there may be NaN or infinite, and 0 times that is NaN
+        own = key_position[None, :] <= positions.max(-1, keepdims=True)  # [B, block]
+        values = jnp.where(own[:, None, :, None], fetch(v_pool), 0.0)
+        value = jnp.einsum("btkgs,bksd->btkgd", weight, values, precision=lax.Precision.HIGHEST)
         return acc * shrink[..., None] + value, new_peak, total * shrink + weight.sum(-1)
 
     rows = (batch, queries, kv_heads, group)
