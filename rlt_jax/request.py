@@ -40,6 +40,7 @@ class SamplingParams:
         exit_threshold: of a gate in [0, 1], a token leaves once its exit probability reaches it, 1 is full depth; of
             latent and kl >= 0, it leaves once a loop changes the state or the next-token distribution by less, 0 is
             full depth; of argmax a whole number >= 1, it leaves once the best token stayed the same for so many loops.
+            Without an exit_policy it is for the default one, and refused where that is "fixed".
         exit_trace: given exit depths, at least max_tokens of them; the first is prefill_loops.  Implies the policy
             "trace" and min_loops 1.
         initial_state: "zeros" or "random", before the first loop of every position, where the model offers the choice;
@@ -75,7 +76,7 @@ class Usage:
     completion_tokens: int
     prompt_loops: int  # over prompt positions: prompt_tokens * prefill_loops, 0 if it ended before its first token
     decode_loops: int  # loops that produced outputs 2..n: the sum of their exit depths
-    full_depth_loops: int  # what outputs 2..n would have cost at max_loops
+    full_depth_loops: int  # what outputs 2..n would have cost at the request's own max_loops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

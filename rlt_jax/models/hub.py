@@ -18,7 +18,7 @@ BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 # files the loader reads are there:
 #   huginn-0125: what "main" was in July and August 2026, with config, tokenizer and four shards of weights.  The other
 #       known one, 972cea674c2f4ea37da6777ece1a0c9895c9998b, is what the retrofits' conversion scripts start from.
-#   Nanbeige4.2-3B, the retrofits: no whole hash is known here, so they are taken at "main".
+#   Nanbeige4.2-3B, the retrofits: released files have not been loaded yet, so no hash is pinned: taken at "main".
 PINNED_REVISIONS = {
     "ByteDance/Ouro-1.4B": "574fa66cb8bf5abdc979642d01cf2b79b16bfab1",
     "ByteDance/Ouro-2.6B": "1ed04250da1a9936042725d302e81c8fa2ab5abd",
