@@ -27,6 +27,7 @@ _INERT_EVERYWHERE = frozenset(
     }
 )
 _MISSING = object()
+_MAX_LAYERS = 1024
 _MAX_INT = 2**31 - 1  # every size and id travels as int32 on the device
 _MAX_FLOAT = sys.float_info.max  # JSON also has integers that no float can hold
 
@@ -88,6 +89,13 @@ class ConfigReader:
         value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INT:
             raise self._bad(field, f"an integer in [1, {_MAX_INT}]", value)
+        return value
+
+    def layer_count(self, field: str) -> int:
+        """A number of layers: bounded, because one entry per layer is made before the files are looked at."""
+        value = self.positive_int(field)
+        if value > _MAX_LAYERS:
+            raise self._bad(field, f"an integer in [1, {_MAX_LAYERS}]", value)
         return value
 
     def positive_float(self, field: str, default: Any = _MISSING) -> float:

@@ -113,7 +113,7 @@ class Huginn(LoopedModel):
         hidden, heads = read.positive_int("n_embd"), read.positive_int("n_heads")
         kv_heads = read.positive_int("num_key_value_heads", default=heads)
         prelude, core, coda = (
-            read.positive_int(f"n_layers_in_{part}") for part in ("prelude", "recurrent_block", "coda")
+            read.layer_count(f"n_layers_in_{part}") for part in ("prelude", "recurrent_block", "coda")
         )
         loops = read.positive_int("mean_recurrence")
         positions = read.positive_int("block_size")

@@ -97,7 +97,7 @@ class Nanbeige(LoopedModel):
             num_heads=heads,
             num_kv_heads=read.positive_int("num_key_value_heads", default=heads),
             head_dim=read.positive_int("head_dim", default=hidden // heads),
-            num_core_layers=read.positive_int("num_hidden_layers"),
+            num_core_layers=read.layer_count("num_hidden_layers"),
             trained_loops=loops,
             max_loops=loops,
             max_positions=read.positive_int("max_position_embeddings"),

@@ -53,7 +53,7 @@ class Ouro(LoopedModel):
         read = ConfigReader(config, "ouro")
         hidden, heads = read.positive_int("hidden_size"), read.positive_int("num_attention_heads")
         loops = read.positive_int("total_ut_steps")
-        layers = read.positive_int("num_hidden_layers")
+        layers = read.layer_count("num_hidden_layers")
         spec = ModelSpec(
             model_type="ouro",
             vocab_size=read.positive_int("vocab_size"),

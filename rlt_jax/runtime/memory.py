@@ -73,8 +73,8 @@ def plan_memory(
     addressable = MAX_ARRAY_ELEMENTS // (layout.planes * layout.kv_heads * layout.page_size * layout.head_dim)
     if requested_pages is None and per_slot > addressable:
         raise InvalidConfig(
-            f"one slot at max_context={max_context} needs {per_slot} KV pages; {addressable} are the most that one layer "
-            f"of {layout.planes} planes can address: lower max_context, or the depth cap max_loops"
+            f"one slot at max_context={max_context} needs {per_slot} KV pages; {addressable} are the most that one "
+            f"layer of {layout.planes} planes can address: lower max_context, or the depth cap max_loops"
         )
     reserved, left = 0, None
     if device_limit_bytes is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlt_jax.bench.__main__ import main
+from rlt_jax.bench import __main__ as bench
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", None], ids=["cut", "no text", "list", "a folder"])
@@ -23,18 +23,26 @@ def test_a_folder_whose_config_is_no_config(
     else:
         config.write_bytes(content)
     with pytest.raises(SystemExit) as caught:
-        main(["load", "--folder", str(tmp_path)])
+        bench.main(["load", "--folder", str(tmp_path)])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--folder: " in line
     assert str(tmp_path) in line
 
 
-def test_a_document_that_cannot_be_written_is_still_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("known", [True, False], ids=["before", "after"])
+def test_a_document_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """Refused before anything is measured; if the path goes bad meanwhile, the document is still printed."""
+    if not known:
+        monkeypatch.setattr(bench, "_check_out", lambda path: None)
     with pytest.raises(SystemExit) as caught:
-        main(["first-token", "--prompt", "4", "--out", str(tmp_path)])
+        bench.main(["first-token", "--prompt", "4", "--out", str(tmp_path)])
     assert caught.value.code == 2
     printed = capsys.readouterr()
-    assert json.loads(printed.out.splitlines()[-1])["valid"]
+    assert (printed.out == "") == known
+    if not known:
+        assert json.loads(printed.out.splitlines()[-1])["valid"]
     (line,) = printed.err.splitlines()
     assert f"--out: {tmp_path} cannot be written" in line

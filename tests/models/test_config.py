@@ -120,6 +120,10 @@ def test_required_fields(field: str) -> None:
     refused(OURO_1_4B | {field: None}, f"field '{field}' must be", "found None")
 
 
+def test_a_layer_count_beyond_reason_is_refused_before_anything_is_made_of_it() -> None:
+    refused(OURO_1_4B | {"num_hidden_layers": 3_000_000}, "field 'num_hidden_layers' must be", "[1, 1024]", "3000000")
+
+
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "4", [4], 2**31, 10**30])
 @pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "num_key_value_heads", "total_ut_steps"])
 def test_sizes_are_positive_integers(field: str, value: Any) -> None:

@@ -66,6 +66,20 @@ def test_history_by_exit_depth_agrees_with_the_reference(dim: int, history: str,
     assert np.asarray(found[2]).any() == (history == "resolve")
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_what_others_left_behind_does_not_count_even_if_it_is_not_a_number(queries: int) -> None:
+    """Past a row's last key, in its last page and in pages that its table only pads with."""
+    k, v = pools(2, 16)
+    table, positions = jnp.asarray([[3, 1, 0]], jnp.int32), jnp.asarray([20 - np.arange(queries)[::-1]], jnp.int32)
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, queries, 4, 16)), jnp.float32)
+    planes = jnp.asarray([1], jnp.int32)
+    clean = paged_attention_triton(q, k, v, table, positions, planes, interpret=True)
+    own = np.zeros((PAGES, PAGE), bool)
+    own[3], own[1, :5] = True, True
+    k, v = (jnp.where(jnp.asarray(own)[:, None, None, :, None], pool, jnp.nan) for pool in (k, v))
+    np.testing.assert_array_equal(paged_attention_triton(q, k, v, table, positions, planes, interpret=True), clean)
+
+
 def test_kv_write_of_one_plane() -> None:
     k_pool, v_pool = pools(2, 24)
     k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 2, 24)), jnp.float32) for i in range(2))

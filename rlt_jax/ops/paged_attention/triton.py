@@ -57,25 +57,29 @@ def paged_attention_triton(
         return _prefill(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret)
 
 
-def load_positions(ref, page_id, plane, head, start, count: int) -> jax.Array:
+def load_positions(ref, page_id, plane, head, start, count: int, keep: jax.Array | None = None) -> jax.Array:
     """[count, lanes] of one (page, head) from position `start` on; lanes past the head size are 0.
 
     Args:
         ref: [P, N, K, page, D] whole.
         plane: one for all positions, or [count].
         count: positions, a power of two.
+        keep: [count] bool, positions to load; the others are 0.  None: all.
     """
     dim = ref.shape[-1]
     lanes = pl.next_power_of_2(dim)
-    if lanes == dim and jnp.ndim(plane) == 0:
-        return plt.load(ref.at[page_id, plane, head, pl.ds(start, count), :])
-    rows = start + jnp.arange(count, dtype=jnp.int32)
     lane = jnp.arange(lanes, dtype=jnp.int32)
-    plane = jnp.broadcast_to(plane, (count,))
-    tile = ref.at[page_id, plane[:, None], head, rows[:, None], lane[None, :]]
-    if lanes == dim:
-        return plt.load(tile)
-    return plt.load(tile, mask=jnp.broadcast_to(lane[None, :] < dim, (count, lanes)), other=0.0)
+    mask = None if lanes == dim else jnp.broadcast_to(lane[None, :] < dim, (count, lanes))
+    if keep is not None:
+        kept = jnp.broadcast_to(keep[:, None], (count, lanes))
+        mask = kept if mask is None else mask & kept
+    if lanes == dim and jnp.ndim(plane) == 0:
+        tile = ref.at[page_id, plane, head, pl.ds(start, count), :]
+    else:
+        rows = start + jnp.arange(count, dtype=jnp.int32)
+        plane = jnp.broadcast_to(plane, (count,))
+        tile = ref.at[page_id, plane[:, None], head, rows[:, None], lane[None, :]]
+    return plt.load(tile) if mask is None else plt.load(tile, mask=mask, other=0.0)
 
 
 def _history(history: str | None, exit_ref, page_id, start, count: int, plane) -> tuple[jax.Array, jax.Array | None]:
@@ -124,6 +128,8 @@ def _decode_kernel(
         seen = i * block + jnp.arange(block, dtype=jnp.int32) <= last
         if alive is not None:
             seen &= alive
+        # what others left past the last key may be NaN, and 0 times that is NaN
+        values = jnp.where(seen[:, None], values, 0.0)
         after = []
         for query, (acc, peak, total) in zip(queries, carry, strict=True):  # [D], scalar, scalar
             scores = jnp.where(seen, jnp.sum(query[None, :] * keys, axis=1), MASKED)
@@ -260,15 +266,17 @@ def _prefill_kernel(
     query = q_ref[0, :, 0, :]  # [tile, D]
     tile, dim = query.shape
     precise = query.dtype == jnp.float32
+    newest = jnp.max(position)
 
     def step(i, carry):
         acc, peak, total = carry
         page_id = table_ref[row, i]
         at, alive = _history(history, exit_ref, page_id, jnp.int32(0), page, plane)
         keys = load_positions(k_ref, page_id, at, head, jnp.int32(0), page)  # [page, D]
-        values = load_positions(v_ref, page_id, at, head, jnp.int32(0), page)
         scores = plt.dot(query, keys.T, allow_tf32=not precise) * scale  # [tile, page] f32
         key_position = i * page + jnp.arange(page, dtype=jnp.int32)
+        # what others left past the last key may be NaN, and 0 times that is NaN
+        values = load_positions(v_ref, page_id, at, head, jnp.int32(0), page, keep=key_position <= newest)
         seen = key_position[None, :] <= position[:, None]
         if alive is not None:
             seen &= alive[None, :]
@@ -280,7 +288,7 @@ def _prefill_kernel(
         return acc, new_peak, total * shrink + jnp.sum(weight, axis=-1)
 
     start = jnp.zeros((tile, dim), jnp.float32), jnp.full((tile,), MASKED), jnp.zeros((tile,), jnp.float32)
-    pages = (jnp.max(position) + page) // page
+    pages = (newest + page) // page
     acc, peak, total = lax.fori_loop(0, pages, step, start)
     seeing = peak > MASKED  # a query that met only masked keys, as padding does, has the weights exp2(0)
     out = jnp.where(seeing[:, None], acc / jnp.maximum(total, 1e-30)[:, None], 0.0)
