@@ -14,7 +14,7 @@ import pytest
 
 import rlt_jax
 from rlt_jax import LLM, EngineConfig, SamplingParams
-from rlt_jax.train.evaluate import EXAMPLES, model_card
+from rlt_jax.train.evaluate import EXAMPLES
 from rlt_jax.train.tokenizer import build_tokenizer
 
 BUNDLED = Path(rlt_jax.__file__).parent / "bundled"
@@ -44,20 +44,6 @@ def test_every_task_is_answered_at_full_depth(llm):
         assert set(result.exit_depths) == {4}
 
 
-def test_short_prompts_are_answered(llm):
-    """What a newcomer types first has two or three items."""
-    answers = {
-        "copy: q d =": " q d",
-        "reverse: x y z =": " z y x",
-        "sort: c a b =": " a b c",
-        "close:([=": "])",
-        "calc: a:3+5; =": " a8",
-        "chain: d k, k a, a d; d2 =": " d a",
-    }
-    full = SamplingParams(max_tokens=32, exit_policy="fixed")
-    assert [r.text for r in llm.generate(list(answers), full)] == list(answers.values())
-
-
 def test_the_demo_prompts_save_loops_at_the_default_threshold(llm):
     prompts = json.loads((BUNDLED / "prompts.json").read_text())["demo"]
     assert len(prompts) == 3
@@ -81,14 +67,21 @@ def test_deep_chains_need_depth(llm):
 
 
 def test_the_card_states_the_recorded_evaluation():
+    """The card's tables, row by row; how a card is written is tested with the trainer."""
     (folder,) = RESULTS.glob("bundled-*/")
     evaluation = json.loads((folder / "evaluation.json").read_text())
-    training = json.loads((folder / "training.json").read_text())
-    assert (BUNDLED / "README.md").read_text() == model_card(evaluation, training)
+    card = (BUNDLED / "README.md").read_text()
     assert evaluation["samples"] >= 4000
     assert evaluation["environment"]["dtype"] == "bfloat16"
-    accuracy = [row["accuracy"] for row in evaluation["fixed"]]
-    assert np.all(np.diff(accuracy) > 0)
-    assert evaluation["baseline"]["parameters"] == evaluation["parameters"]
-    assert len(evaluation["claims"]) == 3
-    assert all(evaluation["claims"].values())
+    fixed = evaluation["fixed"]
+    assert np.all(np.diff([row["accuracy"] for row in fixed]) > 0), "depth pays"
+    for row in fixed:
+        low, high = row["interval"]
+        tasks = " | ".join(f"{task['accuracy']:.1%}" for task in row["tasks"].values())
+        assert f"| {row['loops']} | {row['accuracy']:.1%} ({low:.1%}–{high:.1%}) | {tasks} |" in card
+    for row in evaluation["thresholds"]:
+        low, high = row["interval"]
+        shipped = " (shipped)" if row["threshold"] == evaluation["shipped_threshold"] else ""
+        figures = f"{row['mean_loops']:.2f} | {row['saved']:.1%} | {100 * row['lost'] + 0.0:.2f} ("
+        assert f"| {row['threshold']:g}{shipped} | {row['accuracy']:.1%} ({low:.1%}–{high:.1%}) | {figures}" in card
+    assert any(row["saved"] >= 0.3 and row["lost"] <= 0.01 for row in evaluation["thresholds"])
