@@ -79,6 +79,13 @@ def test_the_card_states_the_recorded_evaluation():
         low, high = row["interval"]
         tasks = " | ".join(f"{task['accuracy']:.1%}" for task in row["tasks"].values())
         assert f"| {row['loops']} | {row['accuracy']:.1%} ({low:.1%}–{high:.1%}) | {tasks} |" in card
+    beside = json.loads((folder / "beside.json").read_text())
+    for run, row in beside["one_loop"].items():
+        low, high = row["interval"]
+        assert row["parameters"] == evaluation["parameters"]
+        assert f"| 1, trained with one loop, {run} run | {row['accuracy']:.1%} ({low:.1%}–{high:.1%}) |" in card
+        assert fixed[-1]["accuracy"] - row["accuracy"] >= 0.1
+    assert f"with few items it answers {beside['few_items']['accuracy']:.1%}." in card
     for row in evaluation["thresholds"]:
         low, high = row["interval"]
         shipped = " (shipped)" if row["threshold"] == evaluation["shipped_threshold"] else ""
