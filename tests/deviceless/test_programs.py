@@ -76,6 +76,13 @@ def test_the_pool_is_updated_in_place(reports, name):
     assert by_name[name].temp_bytes < 128 << 20
 
 
+def test_the_state_of_rounds_keeps_its_addresses(reports):
+    """`begin` reads none of the old events; dropped as unused, their buffers would move and graphs be updated."""
+    programs, by_name = reports
+    _, *state = jax.eval_shape(programs.make_state)
+    assert by_name["begin"].alias_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
 @pytest.mark.parametrize("name", ["decode", "prefill_512", "bind", "begin", "report"])
 def test_nothing_as_large_as_a_weight_is_copied(reports, name):
     """The smallest matrix of a layer is attn_out, 8 MiB; nothing near it may be copied or transposed."""

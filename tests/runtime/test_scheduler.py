@@ -280,6 +280,17 @@ def test_chunks_depend_on_the_prompt_alone() -> None:
     assert bounds(11, 9, 2, 30) == alone
 
 
+def test_a_round_carries_chunks_of_the_oldest_prompts_four_at_most() -> None:
+    """With one a round, short answers ended faster than 128 prompts arrived."""
+    s = scheduler(slots=6, chunk=4, pages=64)
+    for name in "abcdef":
+        s.submit(request(name, 6, 4))
+    assert [c.request.request_id for c in s.plan().chunks] == ["a", "b", "c", "d"]
+    second = s.plan().chunks
+    assert [(c.request.request_id, c.start, c.last) for c in second] == [(name, 4, True) for name in "abcd"]
+    assert [c.request.request_id for c in s.plan().chunks] == ["e", "f"]
+
+
 def test_ticks_beside_chunks_are_few_and_none_without_anyone_to_run() -> None:
     s = scheduler(slots=2, chunk=4, ticks=8, pages=32)
     s.submit(request("a", 6, 4))
