@@ -23,7 +23,7 @@ import jax
 from rlt_jax.models.checkpoint import save_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.models.registry import model_from_config
-from rlt_jax.train.data import MIN_SEQ_LEN, DataSpec, EnglishPieces
+from rlt_jax.train.data import MIN_SEQ_LEN, Curriculum, DataSpec, EnglishPieces
 from rlt_jax.train.evaluate import (
     WANTED_SAVING,
     Evaluator,
@@ -156,7 +156,9 @@ class Run:
 
         model, loops = self.model(self.args.loops), self.args.loops
         start = time.perf_counter()
-        master = train_stage1(model, self.settings, self.data, threads=self.args.threads, log=self.log)
+        curriculum = Curriculum(self.data)
+        master = train_stage1(model, self.settings, self.data, curriculum, threads=self.args.threads, log=self.log)
+        self.record["curriculum"] = curriculum.changes
         self.record["parameters"] = count_parameters(master)
         self.record["stage1_seconds"] = time.perf_counter() - start
         params = cast(master, "bfloat16")
@@ -199,12 +201,13 @@ class Run:
         return with_gate(params, gates[rule]), found[rule][0]
 
     def train_baseline(self) -> None:
-        """A one-loop model with the same settings, data and steps, into out/baseline."""
+        """A one-loop model with the same settings, steps and data, the curriculum's changes too, into out/baseline."""
         from rlt_jax.train.trainer import train_stage1
 
         start = time.perf_counter()
         data = dataclasses.replace(self.data, loops=1)
-        base = train_stage1(self.model(1), self.settings, data, threads=self.args.threads, log=self.log)
+        curriculum = Curriculum(data, self.record["curriculum"])
+        base = train_stage1(self.model(1), self.settings, data, curriculum, threads=self.args.threads, log=self.log)
         self.record["baseline_seconds"] = time.perf_counter() - start
         self.export("baseline", base, 1, 1.0)
 

@@ -1,7 +1,7 @@
 """Training batches: samples of all tasks and of English, packed into rows, made ahead of time on threads.
 
-A chunk is the data of several optimizer steps (one dispatch).  It depends on (seed, chunk index) alone, so a run can
-be repeated exactly, whatever the number of threads.  No jax here.
+A chunk is the data of several optimizer steps (one dispatch).  It depends on the seed, its index and how hard the
+curriculum says its samples are, so a run can be repeated exactly, whatever the number of threads.  No jax here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import numpy as np
 
-from rlt_jax.train.tasks import GENERATORS, SPLIT_CLASSES, Symbols, draw
+from rlt_jax.train.tasks import GENERATORS, JUDGED, MAX_HOPS, SPLIT_CLASSES, Difficulty, Symbols, draw
 from rlt_jax.train.tokenizer import build_tokenizer, english_entries, eos_id
 
 # Samples of each task per draw; the two tasks whose items need the most steps get the most.
@@ -28,9 +28,14 @@ MIN_SEQ_LEN = 112  # the longest sample of any task fits
 _OPEN_ROWS = 24
 # Mean tokens of a sample, to know how many are needed; measured, and exact enough for that.
 MEAN_TOKENS = {"copy": 27, "reverse": 27, "sort": 24, "close": 30, "calc": 55, "chain": 52}
-# Curriculum: share of the deep tasks' samples drawn at the lowest levels, falling over the first steps.  A hop or an
-# operation must be learned before two of them can be.
+AHEAD = 8  # chunks made ahead of the device
+# Curriculum: share of the deep tasks' samples drawn at the lowest levels, falling over the first steps.  An operation
+# must be learned before two of them can be.
 EASY_FIRST, EASY_LAST, EASY_STEPS = 0.9, 0.15, 1500
+# Hops are learned one after the other, each suddenly, and too seldom seen the next one may never be: so chains ask for
+# up to one hop more than is known, and mostly for that.  After this share of the run they are as they are judged.
+FRONTIER_SHARE, CURRICULUM_END = 0.6, 0.6
+LEARNED = 0.95  # share of right answers at which a number of hops counts as known
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,57 @@ class Chunk:
         return self.tokens, self.position, self.segment, self.weight, self.exit_depth
 
 
+class Curriculum:
+    """How hard the samples of each chunk are: a function of its index and of when each number of hops was learned.
+
+    The model being trained raises it; a run that must see the same data, as the one-loop model's must, is given its
+    `changes`.
+
+    Attributes:
+        changes: (first chunk, most hops), ascending; MAX_HOPS + 1 is the mix the model is judged by.
+    """
+
+    def __init__(self, spec: DataSpec, changes: Sequence[tuple[int, int]] | None = None) -> None:
+        self.spec = spec
+        self.changes = [(0, 1)] if changes is None else [(first, hops) for first, hops in changes]
+        self._fixed = changes is not None
+        self._end = int(CURRICULUM_END * spec.chunks)
+
+    def most_hops(self, index: int) -> int:
+        """Of the chunk with this index; MAX_HOPS + 1: everything."""
+        if index >= self._end:
+            return MAX_HOPS + 1
+        return max(hops for first, hops in self.changes if first <= index)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the changes were given: such a curriculum is never raised."""
+        return self._fixed
+
+    def follow(self, index: int, right: Sequence[float]) -> bool:
+        """After chunk `index` was trained on: go on from the first chunk not yet begun if its most hops are right.
+
+        Args:
+            index: of the last chunk trained on.
+            right: share of right answers by hops, from one hop on.
+
+        Returns:
+            Whether it goes on.
+        """
+        hops = self.most_hops(index)
+        if self._fixed or hops > MAX_HOPS or hops < self.changes[-1][1] or right[hops - 1] < LEARNED:
+            return False
+        self.changes.append((index + AHEAD, hops + 1))
+        return True
+
+    def difficulty(self, index: int) -> Difficulty:
+        easy = max(EASY_LAST, EASY_FIRST - (EASY_FIRST - EASY_LAST) * index * self.spec.chunk_steps / EASY_STEPS)
+        hops = self.most_hops(index)
+        if hops > MAX_HOPS:
+            return Difficulty(easy=easy)
+        return Difficulty(easy=easy, most_hops=hops, frontier=FRONTIER_SHARE)
+
+
 class EnglishPieces:
     """The English text as pieces of at most `seq_len` tokens; only the last piece of an entry ends the text."""
 
@@ -104,7 +160,7 @@ class EnglishPieces:
 
     def of_chunk(self, spec: DataSpec, seed: int, index: int) -> np.ndarray:
         """Pieces of one chunk: whole passes over the text, each in an order of its own, spread evenly over the run."""
-        pieces, index = len(self.length), index % spec.chunks  # stage II goes on beyond the run
+        pieces, index = len(self.length), index % spec.chunks  # stage II may be the longer one
         total = int(self.epochs(spec) * pieces)
         shown = np.arange(total * index // spec.chunks, total * (index + 1) // spec.chunks)
         passes = {e: np.random.default_rng([seed, e, 1]).permutation(pieces) for e in np.unique(shown // pieces)}
@@ -136,10 +192,11 @@ def pack(lengths: np.ndarray, rows: int, seq_len: int) -> tuple[np.ndarray, np.n
     return row_of, offset_of, segment_of
 
 
-def make_chunk(spec: DataSpec, symbols: Symbols, english: EnglishPieces, seed: int, index: int) -> Chunk:
+def make_chunk(
+    spec: DataSpec, symbols: Symbols, english: EnglishPieces, seed: int, index: int, difficulty: Difficulty = JUDGED
+) -> Chunk:
     """The chunk with this index."""
     rng = np.random.default_rng([seed, index])
-    easy = max(EASY_LAST, EASY_FIRST - (EASY_FIRST - EASY_LAST) * index * spec.chunk_steps / EASY_STEPS)
     share = np.array([MIXTURE[task] for task in spec.tasks])
     total_rows = spec.rows * spec.chunk_steps
     pieces = english.of_chunk(spec, seed, index)
@@ -151,7 +208,7 @@ def make_chunk(spec: DataSpec, symbols: Symbols, english: EnglishPieces, seed: i
     parts_length = [english.length[pieces]]
     for task, part in zip(spec.tasks, share, strict=True):
         n = int(np.ceil(samples * part) * SPLIT_CLASSES / (SPLIT_CLASSES - 2)) + 1  # two classes are held out
-        drawn = draw(symbols, task, rng, n, easy=easy, small=SMALL_SHARE)
+        drawn = draw(symbols, task, rng, n, difficulty=difficulty, small=SMALL_SHARE)
         if drawn.length.max(initial=0) > spec.seq_len:
             raise ValueError(f"a sample of '{task}' has {drawn.length.max()} tokens, a row {spec.seq_len}")
         width = max(0, spec.seq_len - drawn.tokens.shape[1])
@@ -207,16 +264,20 @@ def _random_depths(rng: np.random.Generator, shape: tuple[int, int], loops: int)
     return depth
 
 
-def stream(spec: DataSpec, seed: int, *, threads: int, ahead: int = 8, start: int = 0) -> Generator[Chunk]:
-    """Chunks start, start + 1, ... in order, up to `ahead` of them prepared while the device works."""
+def stream(spec: DataSpec, seed: int, *, threads: int, curriculum: Curriculum | None = None) -> Generator[Chunk]:
+    """Chunks 0, 1, ... in order, up to AHEAD of them prepared while the device works.
+
+    `curriculum` is asked on the caller's thread, when a chunk is begun; None: samples as the model is judged by.
+    """
     symbols, english = Symbols.of(build_tokenizer()), EnglishPieces(spec.seq_len)
     with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="data") as pool:
         waiting: collections.deque[concurrent.futures.Future[Chunk]] = collections.deque()
-        index = start
+        index = 0
         try:
             while True:
-                while len(waiting) < ahead:
-                    waiting.append(pool.submit(make_chunk, spec, symbols, english, seed, index))
+                while len(waiting) < AHEAD:
+                    difficulty = JUDGED if curriculum is None else curriculum.difficulty(index)
+                    waiting.append(pool.submit(make_chunk, spec, symbols, english, seed, index, difficulty))
                     index += 1
                 yield waiting.popleft().result()
         finally:

@@ -77,6 +77,26 @@ class Symbols:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difficulty:
+    """How hard samples are.  The defaults are what the model is judged by; a curriculum draws others.
+
+    Attributes:
+        easy: share of the samples of calc and chain at level 1 or 2.
+        most_hops: highest level of chain.
+        frontier: share of the samples of chain at just that level.
+        frontier_queries: share of their queries that ask for just so many hops; the others ask for that or fewer.
+    """
+
+    easy: float = 0.0
+    most_hops: int = MAX_HOPS
+    frontier: float = 0.0
+    frontier_queries: float = 0.6
+
+
+JUDGED = Difficulty()
+
+
 @dataclasses.dataclass(frozen=True)
 class Samples:
     """Left-justified samples of one task."""
@@ -186,13 +206,13 @@ def _close(s: Symbols, rng: np.random.Generator, small: np.ndarray) -> Samples:
 def _levels(rng: np.random.Generator, n: int, most: int, easy: float) -> np.ndarray:
     """Difficulty of each sample: uniform in 1..most, but 1 or 2 for a share `easy` of them."""
     level = rng.integers(1, most + 1, n)
-    return np.where(rng.random(n) < easy, rng.integers(1, 3, n), level)
+    return np.where(rng.random(n) < easy, rng.integers(1, min(most, 2) + 1, n), level)
 
 
-def _calc(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float) -> Samples:
+def _calc(s: Symbols, rng: np.random.Generator, small: np.ndarray, difficulty: Difficulty) -> Samples:
     n, items, width = len(small), 7, MAX_OPERATIONS
     count = _counts(rng, (4, items), (1, 3), small)
-    level = _levels(rng, n, MAX_OPERATIONS, easy)
+    level = _levels(rng, n, MAX_OPERATIONS, difficulty.easy)
     count = np.minimum(count, np.where(level > 3, 5, items))
     names = _distinct_letters(rng, n, items)
     fewest = np.where(small, 0, 1)  # a small sample may ask for a number as it stands
@@ -220,11 +240,13 @@ def _calc(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float) 
     return _assemble(s, "calc", prompt.reshape(n, -1), answer.reshape(n, -1), level, gap=True)
 
 
-def _chain(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float) -> Samples:
+def _chain(s: Symbols, rng: np.random.Generator, small: np.ndarray, difficulty: Difficulty) -> Samples:
     n, letters, queries = len(small), 10, 8
     size = _counts(rng, (MAX_HOPS + 1, letters), (2, MAX_HOPS), small)
     count = np.minimum(_counts(rng, (4, queries), (1, 3), small), size)
-    level = np.minimum(_levels(rng, n, MAX_HOPS, easy), size - 1)  # so no query comes back to its start
+    frontier = rng.random(n) < difficulty.frontier
+    level = np.where(frontier, difficulty.most_hops, _levels(rng, n, difficulty.most_hops, difficulty.easy))
+    level = np.minimum(level, size - 1)  # so no query comes back to its start
     cycle = _distinct_letters(rng, n, letters)
     index = np.arange(letters)[None, :]
     following = np.take_along_axis(cycle, (index + 1) % size[:, None], axis=1)
@@ -235,6 +257,8 @@ def _chain(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float)
     table[np.arange(n), 3 * size - 1] = s.semicolon
     start = np.argsort(np.where(index < size[:, None], rng.random((n, letters)), 9.0), axis=1)[:, :queries]
     hops = rng.integers(1, level[:, None] + 1, (n, queries))
+    at_the_frontier = frontier[:, None] & (rng.random((n, queries)) < difficulty.frontier_queries)
+    hops = np.where(at_the_frontier, level[:, None], hops)
     begin = np.take_along_axis(cycle, start, 1)
     end = np.take_along_axis(cycle, (start + hops) % size[:, None], 1)
     asked = _cut(np.stack([s.letters[begin], s.digits[hops]], axis=-1), count).reshape(n, -1)
@@ -242,12 +266,12 @@ def _chain(s: Symbols, rng: np.random.Generator, small: np.ndarray, easy: float)
     return _assemble(s, "chain", np.concatenate([table, asked], axis=1), answer, level, gap=True)
 
 
-# name -> generator(symbols, rng, small [N] bool: which samples are small, easy: share of them at the lowest levels)
-GENERATORS: dict[str, Callable[[Symbols, np.random.Generator, np.ndarray, float], Samples]] = {
-    "copy": lambda s, rng, small, easy: _sequence(s, rng, small, "copy"),
-    "reverse": lambda s, rng, small, easy: _sequence(s, rng, small, "reverse"),
-    "sort": lambda s, rng, small, easy: _sequence(s, rng, small, "sort"),
-    "close": lambda s, rng, small, easy: _close(s, rng, small),
+# name -> generator(symbols, rng, small [N] bool: which samples are small, difficulty)
+GENERATORS: dict[str, Callable[[Symbols, np.random.Generator, np.ndarray, Difficulty], Samples]] = {
+    "copy": lambda s, rng, small, _: _sequence(s, rng, small, "copy"),
+    "reverse": lambda s, rng, small, _: _sequence(s, rng, small, "reverse"),
+    "sort": lambda s, rng, small, _: _sequence(s, rng, small, "sort"),
+    "close": lambda s, rng, small, _: _close(s, rng, small),
     "calc": _calc,
     "chain": _chain,
 }
@@ -263,20 +287,28 @@ def hash_class(samples: Samples) -> np.ndarray:
     return ((state >> np.uint64(17)) % np.uint64(SPLIT_CLASSES)).astype(np.int32)
 
 
-def draw(s: Symbols, task: str, rng: np.random.Generator, n: int, *, easy: float = 0.0, small: float = 0.0) -> Samples:
-    """About n training samples; held-out classes are dropped.
-
-    A share `easy` of calc and chain is drawn at the lowest levels, a share `small` of all tasks with few items.
-    """
-    samples = GENERATORS[task](s, rng, rng.random(n) < small, easy)
+def draw(
+    s: Symbols, task: str, rng: np.random.Generator, n: int, *, difficulty: Difficulty = JUDGED, small: float = 0.0
+) -> Samples:
+    """About n training samples, a share `small` of them with few items; held-out classes are dropped."""
+    samples = GENERATORS[task](s, rng, rng.random(n) < small, difficulty)
     return samples.take(hash_class(samples) > VALIDATION_CLASS)
 
 
-def held_out(s: Symbols, task: str, n: int, *, split_class: int, seed: int, small: bool = False) -> Samples:
+def held_out(
+    s: Symbols,
+    task: str,
+    n: int,
+    *,
+    split_class: int,
+    seed: int,
+    small: bool = False,
+    difficulty: Difficulty = JUDGED,
+) -> Samples:
     """Exactly n distinct samples of a held-out class, all usual or all small; the same for the same arguments."""
     rng = np.random.default_rng([seed, split_class, sorted(GENERATORS).index(task)])
     drawn = (2 * n + 40) * SPLIT_CLASSES  # twice what is expected to be enough
-    found = GENERATORS[task](s, rng, np.full(drawn, small), 0.0)
+    found = GENERATORS[task](s, rng, np.full(drawn, small), difficulty)
     found = found.take(hash_class(found) == split_class)
     prompts = np.where(np.arange(found.tokens.shape[1])[None, :] < found.prompt[:, None], found.tokens, HOLE)
     _, first = np.unique(prompts, axis=0, return_index=True)

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from rlt_jax.models.ouro import Ouro, OuroParams
-from rlt_jax.train.data import ANSWER_WEIGHT, EASY_STEPS, Chunk, DataSpec, stream
+from rlt_jax.train.data import AHEAD, ANSWER_WEIGHT, Chunk, Curriculum, DataSpec, stream
 from rlt_jax.train.losses import (
     gate_loss,
     improvement_target,
@@ -26,9 +27,13 @@ from rlt_jax.train.losses import (
     token_cross_entropy,
 )
 from rlt_jax.train.model import cast, count_parameters, forward_states, init_params
+from rlt_jax.train.tasks import MAX_HOPS, VALIDATION_CLASS, Difficulty, Symbols, held_out
+from rlt_jax.train.tokenizer import build_tokenizer
 
 Batch = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # the arrays of a Chunk, one step: [B, T] each
 GATE_RULES = ("improvement", "look_ahead")
+PROBE_SAMPLES, PROBE_SEED = 48, 30_000_001  # chains per number of hops
+PROBE_EVERY = AHEAD  # chunks: data of the last raise has arrived by then
 Log = Callable[[str], None]
 
 
@@ -38,8 +43,10 @@ class TrainConfig:
 
     Attributes:
         seed: of the weights and the data.
-        learning_rate: peak; linear warm-up, then cosine to zero at the last step.
+        learning_rate: peak; linear warm-up, held, then cosine to zero at the last step.
         warmup: steps of warm-up.
+        hold: share of the run up to which the peak is held.  Long chains are learned late and suddenly: under a rate
+            that falls from the start they may never be.
         weight_decay: on matrices other than the embedding.
         beta: entropy weight in the first and the second half of stage I.
         compute_dtype: of activations and of the weights in matmuls; the master weights are float32.
@@ -50,6 +57,7 @@ class TrainConfig:
     seed: int = 0
     learning_rate: float = 2e-3
     warmup: int = 200
+    hold: float = 0.6
     weight_decay: float = 0.1
     beta: tuple[float, float] = (0.1, 0.05)
     compute_dtype: str = "bfloat16"
@@ -87,11 +95,11 @@ def _optimizer(config: TrainConfig, params: OuroParams) -> optax.GradientTransfo
 
 
 def learning_rate(config: TrainConfig, step: jax.Array, total: jax.Array) -> jax.Array:
-    """Linear warm-up to the peak, cosine to zero at `total` (traced: one compiled program for runs of any length)."""
-    at = step.astype(jnp.float32)
+    """Warm-up, hold, cosine to zero at `total` (traced: one compiled program for runs of any length)."""
+    at, end = step.astype(jnp.float32), total.astype(jnp.float32)
     warm = (at + 1) / config.warmup
-    span = jnp.maximum(total.astype(jnp.float32) - config.warmup, 1.0)
-    progress = jnp.clip((at - config.warmup) / span, 0.0, 1.0)
+    begin = jnp.maximum(config.hold * end, config.warmup)
+    progress = jnp.clip((at - begin) / jnp.maximum(end - begin, 1.0), 0.0, 1.0)
     return config.learning_rate * jnp.minimum(warm, 0.5 * (1 + jnp.cos(jnp.pi * progress)))
 
 
@@ -211,16 +219,66 @@ def _on_device(chunk: Chunk) -> Batch:
     return jax.device_put(chunk.arrays())
 
 
+class HopProbe:
+    """How many hops a model can follow: held-out chains of the validation class, teacher-forced, at full depth."""
+
+    def __init__(self, model: Ouro, dtype: str) -> None:
+        symbols = Symbols.of(build_tokenizer())
+        digit_of = {int(token): digit for digit, token in enumerate(symbols.digits)}
+        parts = [
+            held_out(
+                symbols,
+                "chain",
+                PROBE_SAMPLES,
+                split_class=VALIDATION_CLASS,
+                seed=PROBE_SEED,
+                difficulty=Difficulty(most_hops=hops, frontier=1.0, frontier_queries=1.0),
+            )
+            for hops in range(1, MAX_HOPS + 1)
+        ]
+        width = max(int(part.length.max()) for part in parts)
+        tokens = np.zeros((len(parts), PROBE_SAMPLES, width), np.int32)
+        asked = np.zeros(tokens.shape, bool)  # where the token that `hops` hops lead to is predicted
+        for row, part in enumerate(parts):
+            for i, (n, end) in enumerate(zip(part.prompt, part.length, strict=True)):
+                tokens[row, i, :end] = part.tokens[i, :end]
+                asked[row, i, n : end - 1 : 2] = True
+                assert {digit_of[t] for t in part.tokens[i, :n].tolist() if t in digit_of} == {row + 1}
+        self._asked = jnp.asarray(asked)
+        flat = tokens.reshape(-1, width)
+        columns = np.broadcast_to(np.arange(width, dtype=np.int32), flat.shape)
+        ones = np.ones_like(flat)
+        self._batch = jax.device_put((flat, columns, ones, ones, ones * model.spec.trained_loops))
+        self._run = functools.partial(_hops_right, model, dtype)
+
+    def __call__(self, params: OuroParams) -> list[float]:
+        """Share of right answers that need 1, 2, ... MAX_HOPS hops."""
+        return [float(v) for v in jax.device_get(self._run(params, self._batch, self._asked))]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _hops_right(model: Ouro, dtype: str, params: OuroParams, batch: Batch, asked: jax.Array) -> jax.Array:
+    _, right, _ = _per_loop(model, params, batch, dtype)
+    right = right[-1].reshape(asked.shape)
+    return jnp.sum(right & asked, axis=(1, 2)) / jnp.sum(asked, axis=(1, 2))
+
+
 def _row(values: jax.Array) -> str:
     return "/".join(f"{float(v):.3f}" for v in values)
 
 
-def train_stage1(model: Ouro, config: TrainConfig, data: DataSpec, *, threads: int = 2, log: Log = print) -> OuroParams:
-    """Stage I from scratch, `data.chunks` chunks of it; returns the float32 parameters."""
+def train_stage1(
+    model: Ouro, config: TrainConfig, data: DataSpec, curriculum: Curriculum, *, threads: int = 2, log: Log = print
+) -> OuroParams:
+    """Stage I from scratch, `data.chunks` chunks of it; returns the float32 parameters.
+
+    A curriculum that is not fixed is raised whenever the model answers the hops it asks for.
+    """
     params = init_params(model, config.seed)
     log(f"stage I: {count_parameters(params):,} parameters, {model.spec.trained_loops} loops, {data=}")
     state = TrainState(params, _optimizer(config, params).init(params), jnp.zeros((), jnp.int32))
-    chunks = stream(data, config.seed, threads=threads)
+    probe = None if curriculum.fixed or "chain" not in data.tasks else HopProbe(model, config.compute_dtype)
+    chunks = stream(data, config.seed, threads=threads, curriculum=curriculum)
     total = data.chunks * data.chunk_steps
     begin = time.perf_counter()
     state, metrics = stage1_chunk(model, config, jnp.int32(total), state, _on_device(next(chunks)))
@@ -228,9 +286,15 @@ def train_stage1(model: Ouro, config: TrainConfig, data: DataSpec, *, threads: i
     log(f"first {data.chunk_steps} steps with compilation: {time.perf_counter() - begin:.1f} s")
 
     begin = last_log = time.perf_counter()
-    skipped, pending = 0, metrics
-    for done in range(2 * data.chunk_steps, total + 1, data.chunk_steps):
+    skipped, pending, hops = 0, metrics, ""
+    for index in range(1, data.chunks):
         state, metrics = stage1_chunk(model, config, jnp.int32(total), state, _on_device(next(chunks)))
+        done = (index + 1) * data.chunk_steps
+        if probe is not None and index % PROBE_EVERY == 0:
+            right = probe(state.params)
+            hops = ", hops right " + "/".join(f"{share:.2f}" for share in right)
+            if curriculum.follow(index, right):
+                log(f"step {done}: {curriculum.most_hops(index)} hops learned{hops}")
         skipped += int(pending["skipped"])  # waits for the dispatch before the last: two stay in flight at most
         now = time.perf_counter()
         speed = (done - 2 * data.chunk_steps) / max(now - begin, 1e-9)  # steps known to be complete since `begin`
@@ -239,7 +303,7 @@ def train_stage1(model: Ouro, config: TrainConfig, data: DataSpec, *, threads: i
             shown = jax.device_get(pending)
             log(
                 f"step {done}: loss {float(shown['loss']):.3f}, answers ce {_row(shown['answer_ce'])} "
-                f"right {_row(shown['answer_right'])}, mean loop {float(shown['mean_loop']):.2f}, "
+                f"right {_row(shown['answer_right'])}{hops}, mean loop {float(shown['mean_loop']):.2f}, "
                 f"gradient {float(shown['gradient_norm']):.2f}, skipped {skipped}, "
                 f"{speed * data.rows * data.seq_len / 1e3:.0f}k tokens/s, eta {(total - done) / max(speed, 1e-9):.0f} s"
             )
@@ -263,8 +327,8 @@ def train_stage2(
         for rule in GATE_RULES
     }
     carry = (gates, optax.adam(1.0).init(gates), jnp.zeros((), jnp.int32))
-    # data of its own, from beyond the curriculum
-    chunks = stream(data, config.seed + 1_000_003, threads=threads, start=EASY_STEPS)
+    # data of its own, as hard as what the model is judged by
+    chunks = stream(data, config.seed + 1_000_003, threads=threads)
     begin = last_log = time.perf_counter()
     for done in range(data.chunk_steps, config.gate_steps + data.chunk_steps, data.chunk_steps):
         carry, losses = stage2_chunk(model, config, params, carry, _on_device(next(chunks)))

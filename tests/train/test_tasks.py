@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from rlt_jax.train import tasks
-from rlt_jax.train.data import ENGLISH_EPOCHS, ENGLISH_MOST, DataSpec, EnglishPieces, make_chunk, pack
+from rlt_jax.train.data import (
+    AHEAD,
+    ENGLISH_EPOCHS,
+    ENGLISH_MOST,
+    Curriculum,
+    DataSpec,
+    EnglishPieces,
+    make_chunk,
+    pack,
+    stream,
+)
 from rlt_jax.train.evaluate import EXAMPLES
 from rlt_jax.train.tokenizer import VOCAB_SIZE, build_tokenizer, english_entries
 
@@ -116,6 +126,57 @@ def test_small_lists_of_every_length_are_drawn_and_held_out(task: str, symbols: 
     few = tasks.held_out(symbols, task, 200, split_class=tasks.TEST_CLASS, seed=5, small=True)
     assert set(range(2, 8)) <= set(few.level) <= set(range(1, 8))
     assert len(set(texts(few))) == 200
+
+
+def hops_asked(samples: tasks.Samples) -> list[int]:
+    return [int(n) for text in texts(samples) for n in re.findall(r"\d", text.split("=")[0])]
+
+
+def test_a_curriculum_asks_for_the_hops_it_says(symbols: tasks.Symbols) -> None:
+    def chains(difficulty: tasks.Difficulty) -> list[int]:
+        return hops_asked(tasks.draw(symbols, "chain", np.random.default_rng(9), 400, difficulty=difficulty))
+
+    assert set(chains(tasks.Difficulty(most_hops=3))) == {1, 2, 3}
+    assert set(chains(tasks.Difficulty(most_hops=5, frontier=1.0, frontier_queries=1.0))) == {5}
+    frontier = chains(tasks.Difficulty(most_hops=3, frontier=0.6))
+    usual = chains(tasks.JUDGED)
+    assert set(frontier) == {1, 2, 3}
+    assert set(usual) == set(range(1, tasks.MAX_HOPS + 1))
+    assert np.mean(np.array(frontier) == 3) > 0.4 > 2 * np.mean(np.array(usual) == 3)
+
+
+def test_the_curriculum_goes_on_when_its_hops_are_right_and_ends_in_time() -> None:
+    spec = DataSpec(steps=1600, chunk_steps=16)  # 100 chunks
+    curriculum = Curriculum(spec)
+    assert [curriculum.most_hops(i) for i in (0, 30, 59, 60, 99)] == [1, 1, 1, 8, 8]
+    assert curriculum.difficulty(60).frontier == 0
+    assert curriculum.difficulty(60).most_hops == tasks.MAX_HOPS
+    assert not curriculum.follow(8, [0.9] + 6 * [1.0]), "one hop is not right yet"
+    assert curriculum.follow(16, [0.96] + 6 * [0.0])
+    assert curriculum.changes == [(0, 1), (16 + AHEAD, 2)]
+    assert not curriculum.follow(17, 7 * [1.0]), "its data has not arrived"
+    assert [curriculum.most_hops(i) for i in (23, 24)] == [1, 2]
+    for index in range(24, 60, AHEAD):
+        curriculum.follow(index, 7 * [1.0])
+    assert [hops for _, hops in curriculum.changes] == [1, 2, 3, 4, 5, 6, 7]
+    again = Curriculum(spec, curriculum.changes)
+    assert [again.difficulty(i) for i in range(100)] == [curriculum.difficulty(i) for i in range(100)]
+    assert not again.follow(56, 7 * [1.0]), "the one-loop model sees the same data, whatever it knows"
+
+
+def test_the_stream_is_made_as_hard_as_the_curriculum_says(symbols: tasks.Symbols) -> None:
+    spec, english = DataSpec(seq_len=128, rows=6, chunk_steps=2, steps=100), EnglishPieces(128)
+    curriculum = Curriculum(spec)
+    chunks = stream(spec, 3, threads=2, curriculum=curriculum)
+    drawn = [next(chunks)]
+    assert curriculum.follow(0, 7 * [1.0])
+    drawn += [next(chunks) for _ in range(AHEAD + 2)]
+    chunks.close()
+    for index, chunk in enumerate(drawn):
+        difficulty = curriculum.difficulty(index)
+        assert difficulty.most_hops == (1 if index < AHEAD else 2)
+        wanted = make_chunk(spec, symbols, english, 3, index, difficulty)
+        assert all(np.array_equal(a, b) for a, b in zip(chunk.arrays(), wanted.arrays(), strict=True))
 
 
 @pytest.mark.parametrize("small", [0.0, 1.0])

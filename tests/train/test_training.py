@@ -18,12 +18,23 @@ from rlt_jax.models.checkpoint import load_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.models.registry import model_from_config
 from rlt_jax.train import __main__ as command
-from rlt_jax.train.data import DataSpec
+from rlt_jax.train.data import Curriculum, DataSpec
 from rlt_jax.train.decode import decode, prefill
 from rlt_jax.train.evaluate import Evaluator, Outcome, held_out_set, paired_loss, wilson
 from rlt_jax.train.model import SIZES, cast, forward_states, init_params, model_config
-from rlt_jax.train.tasks import HOLE, TEST_CLASS
-from rlt_jax.train.trainer import GATE_RULES, TrainConfig, learning_rate, train_stage1, train_stage2, with_gate
+from rlt_jax.train.tasks import HOLE, MAX_HOPS, TEST_CLASS, VALIDATION_CLASS, Difficulty, Symbols, held_out
+from rlt_jax.train.tokenizer import build_tokenizer
+from rlt_jax.train.trainer import (
+    GATE_RULES,
+    PROBE_SAMPLES,
+    PROBE_SEED,
+    HopProbe,
+    TrainConfig,
+    learning_rate,
+    train_stage1,
+    train_stage2,
+    with_gate,
+)
 
 SETTINGS = TrainConfig(compute_dtype="float32", warmup=10, gate_steps=6, learning_rate=4e-3)
 DATA = DataSpec(seq_len=112, rows=6, chunk_steps=6, steps=30, tasks=("copy", "chain"))
@@ -40,7 +51,7 @@ def trained() -> tuple[Ouro, OuroParams, list[str]]:
     """A few steps of stage I: enough for the loss to fall, not to solve anything."""
     log: list[str] = []
     model = tiny()
-    params = train_stage1(model, SETTINGS, DATA, threads=1, log=log.append)
+    params = train_stage1(model, SETTINGS, DATA, Curriculum(DATA), threads=1, log=log.append)
     return model, params, log
 
 
@@ -58,7 +69,7 @@ def test_stage1_lowers_the_loss_of_every_loop(trained: tuple[Ouro, OuroParams, l
 
 def test_stage1_is_reproducible(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
     model, params, _ = trained
-    again = train_stage1(model, SETTINGS, DATA, threads=2, log=lambda _: None)
+    again = train_stage1(model, SETTINGS, DATA, Curriculum(DATA), threads=2, log=lambda _: None)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -87,14 +98,45 @@ def test_stage2_moves_the_gate_alone(trained: tuple[Ouro, OuroParams, list[str]]
     assert not np.array_equal(gates["improvement"].weight, gates["look_ahead"].weight)
 
 
-def test_schedule_warms_up_and_ends_at_zero() -> None:
+def test_schedule_warms_up_holds_and_ends_at_zero() -> None:
     def at(step: int) -> float:
         return float(learning_rate(SETTINGS, jnp.int32(step), jnp.int32(100)))
 
     assert at(0) == pytest.approx(4e-4)
-    assert at(9) == pytest.approx(4e-3)
-    assert at(55) == pytest.approx(2e-3, rel=0.05)
+    assert at(9) == at(60) == pytest.approx(4e-3)
+    assert at(80) == pytest.approx(2e-3, rel=0.05)
     assert at(100) == 0
+
+
+def test_the_probe_counts_right_answers_by_hops() -> None:
+    """A model that always says the same letter is right where that letter is the answer, counted here in the texts."""
+    model, tokenizer = tiny(), build_tokenizer()
+    params = init_params(model, 0)
+    letter = tokenizer.encode(" m").ids[0]
+    # with one embedding for every token all states are one vector, and a head of that vector in one row says that row
+    params = dataclasses.replace(params, embed=jnp.ones_like(params.embed) * params.embed[:1])
+    one = jnp.ones((1, 1), jnp.int32)
+    state = forward_states(model, params, one, 0 * one, one, 4 * one, dtype="float32")[-1][0, 0]
+    params = dataclasses.replace(params, head=jnp.zeros_like(params.head).at[letter].set(state))
+    wanted = []
+    for hops in range(1, MAX_HOPS + 1):
+        drawn = held_out(
+            Symbols.of(tokenizer),
+            "chain",
+            PROBE_SAMPLES,
+            split_class=VALIDATION_CLASS,
+            seed=PROBE_SEED,
+            difficulty=Difficulty(most_hops=hops, frontier=1, frontier_queries=1),
+        )
+        answers = [
+            pair
+            for tokens, start, end in zip(drawn.tokens, drawn.prompt, drawn.length, strict=True)
+            for pair in tokenizer.decode(tokens[start : end - 1].tolist()).split()[1::2]
+        ]
+        assert len(answers) >= 4 * PROBE_SAMPLES
+        wanted.append(answers.count("m") / len(answers))
+    assert min(wanted) > 0
+    np.testing.assert_allclose(HopProbe(model, "float32")(params), wanted, rtol=1e-6)
 
 
 def test_generation_agrees_with_the_teacher_forced_forward_along_its_own_tokens_and_depths() -> None:
@@ -167,6 +209,7 @@ def test_the_command_trains_exports_and_evaluates(tmp_path: Path, capsys: pytest
     assert "--steps 8" in record["command"]
     assert "--baseline --evaluate" in record["command"]
     assert record["baseline_seconds"] > 0
+    assert record["curriculum"] == [[0, 1]], "eight steps teach nothing"
     assert 0 < record["english"]["epochs"] < 4
     result = json.loads((tmp_path / "evaluation.json").read_text())
     assert [row["loops"] for row in result["fixed"]] == [1, 2, 3, 4]
