@@ -81,6 +81,7 @@ def load(model: str, dtype: str, folder: Path | None) -> tuple[dict[str, Any], d
         "parameter_bytes": result["parameter_bytes"],
         "seconds": result["seconds"],
         "gb_per_s": result["checkpoint_bytes"] / result["seconds"] / 1e9,
+        "anon_reserving": before["reserving"],
         "anon_before": before["anon"],
         "anon_peak": peak["anon"],
         "anon_after": result["anon"],
@@ -214,7 +215,8 @@ def _say(**facts: Any) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Start JAX, say so and wait for a line; load as the server does and say how it went; then what the device is."""
+    """Start JAX, reserve the device's memory, say so and wait for a line; load as the server does and say how it went;
+    then what the device is."""
     parser = argparse.ArgumentParser(prog="python -m rlt_jax.bench.loading")
     parser.add_argument("model")
     parser.add_argument("--dtype", required=True)
@@ -225,7 +227,9 @@ def main(argv: list[str] | None = None) -> None:
 
     cli.log_to_stderr(logging.INFO)  # beside the bar on a terminal, and instead of it elsewhere
     reserve_memory(EngineConfig().memory_fraction)
+    unreserved = memory("self")["anon"]
     device = first_device()
+    reserving = memory("self")["anon"] - unreserved
     from rlt_jax.bench.environment import copy_tb_s, environment
     from rlt_jax.bench.timeline import WATCH
     from rlt_jax.models.checkpoint import load_checkpoint
@@ -234,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         stats = device.memory_stats() if device.platform == "gpu" else None
         return stats["bytes_in_use"] if stats else None
 
-    _say(**memory("self"), device_bytes=device_bytes())
+    _say(**memory("self"), reserving=reserving, device_bytes=device_bytes())
     sys.stdin.readline()
     compiles, began = WATCH.compiles, time.perf_counter()
     try:

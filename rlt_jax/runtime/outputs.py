@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from rlt_jax.request import FinishReason, Request, RequestOutput, Usage
 from rlt_jax.runtime.plan import Delivery
@@ -18,6 +19,9 @@ class _Given:
     decode_loops: int = 0
 
 
+NOT_A_NUMBER = "output token {} was chosen from NaN logits: numbers overflowed, or the weights are damaged"
+
+
 class Outputs:
     """One entry per live request, from `open` to its last output.  Not thread-safe: one engine thread calls it."""
 
@@ -31,13 +35,18 @@ class Outputs:
     def deliver(self, delivery: Delivery) -> RequestOutput:
         """What a round's tokens add.  Tokens past a stop string are dropped, unbilled.
 
-        The output may be the request's last although the device did not end it: then a stop string did.
+        The output may be the request's last although the device did not end it: a stop string did, or the request fails
+        because a token was chosen from numbers that are none.
         """
         request, finish = delivery.request, delivery.finish
         given = self._given[request]
         stop_match: int | str | None = None
+        error: str | None = None
         kept, text = len(delivery.tokens), ""
         for i, token in enumerate(delivery.tokens):
+            if math.isnan(delivery.logprobs[i]):
+                kept, finish, error = i, None, NOT_A_NUMBER.format(given.tokens + i + 1)
+                break
             if finish is FinishReason.STOP and i == len(delivery.tokens) - 1:
                 stop_match = token  # an EOS or stop id stays in token_ids and out of the text
                 break
@@ -51,7 +60,8 @@ class Outputs:
         depths = delivery.depths[:kept]
         given.decode_loops += sum(depths if given.tokens else depths[1:])
         given.tokens += kept
-        if finish is not None:
+        ended = finish is not None or error is not None
+        if ended:
             del self._given[request]
             if given.text is not None:
                 text += given.text.finish()  # nothing after a stop string
@@ -63,7 +73,8 @@ class Outputs:
             text=None if given.text is None else text,
             finish_reason=finish,
             stop_match=stop_match,
-            usage=None if finish is None else _usage(request, given),
+            error=error,
+            usage=_usage(request, given) if ended else None,
         )
 
     def close(self, request: Request, finish: FinishReason | None, *, error: str | None = None) -> RequestOutput:

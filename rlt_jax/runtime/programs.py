@@ -13,9 +13,9 @@ of the loop (in READOUT or ENTER) wait for each other: until boundary_batch of t
 Nothing is read by the host inside a round.  Decode rows and chunk rows never share a matmul: the row count of a product
 may change its rounding, and a request's bits must not depend on its neighbours.
 
-`prefill` and `decode` take and return donated state alone, so that every buffer they touch keeps its address from round
-to round and their CUDA graphs need not be updated.  That is why the plan, chunks included, goes in and the events come
-out through two tiny programs of their own.
+`prefill` and `decode` take and return donated state alone, so that what they touch keeps its address from one round to
+the next and their CUDA graphs need little updating (XLA's scratch still moves; docs/architecture.md).  That is why the
+plan, chunks included, goes in and the events come out through two tiny programs of their own.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Programs:
             plane = self.layout.plane(depth)
             # only the last loop's entry is final: it fills the deeper planes as well
             deeper = _both(self.layout.writes_deeper(depth), depth + 1 >= loops)
-            planes_to = None if deeper is False else jnp.where(deeper, self.layout.planes, plane + 1)
-            in_core = (jnp.full((bucket,), plane), None if planes_to is None else jnp.full((bucket,), planes_to))
+            planes = jnp.full((bucket,), plane)
+            in_core = planes, self._planes_to(planes, deeper)
 
             def attend(kv: KVPool, layer: int, q: Any, k: Any, v: Any) -> tuple[KVPool, jax.Array]:
                 core = self.layout.is_core(layer)
@@ -425,11 +425,8 @@ class Programs:
         """`attend` for one query per slot, at `depth` [S] in the core; inactive rows write nothing and see nothing."""
         address = self._address(slots.table, slots.position, active)
         where = jnp.where(active, slots.position, -1)[:, None]
-        plane, deeper = self.layout.plane(depth), self.layout.writes_deeper(depth)
-        if deeper is True:
-            planes_to: Any = jnp.full_like(plane, self.layout.planes)
-        else:
-            planes_to = None if deeper is False else jnp.where(deeper, self.layout.planes, plane + 1)
+        plane = self.layout.plane(depth)
+        planes_to = self._planes_to(plane, self.layout.writes_deeper(depth))
 
         def attend(kv: KVPool, layer: int, q: Any, k: Any, v: Any) -> tuple[KVPool, jax.Array]:
             core = self.layout.is_core(layer)
@@ -438,6 +435,12 @@ class Programs:
             return kv, self._attend(kv, layer, q[:, None], slots.table, where, at)[:, 0]
 
         return attend
+
+    def _planes_to(self, plane: jax.Array, deeper: jax.Array | bool) -> jax.Array | None:
+        """First plane [B] after those that an entry of `plane` [B] is written to; None where that is always one."""
+        if deeper is False:
+            return None
+        return jnp.where(deeper, self.layout.planes, plane + 1)
 
     def _address(self, table: jax.Array, position: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(page, offset) per row; an inactive row's page is out of range, so that its write is dropped."""

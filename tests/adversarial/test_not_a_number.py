@@ -1,33 +1,74 @@
 """A request whose numbers overflow.
 
-PROTECTS: grade G1 beside it and after it: what it left in the pool must not make NaN of anybody else's.
+PROTECTS: it fails and says so, instead of answering token 0 for ever; grade G1 beside it and after it: what it left in
+the pool must not make NaN of anybody else's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from tests.engines import Job, alone, engine, sampling, serve
+from rlt_jax import RltError, SamplingParams
+from rlt_jax.runtime.engine import LLMEngine
+from tests.engines import Job, alone, engine, llm, sampling, serve
 
 BAD = 7  # the token whose embedding is no number
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_it_harms_nobody_else(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    target, params, clean = engine(), sampling(max_tokens=6), (3, 1, 4)
+@contextlib.contextmanager
+def damaged(target: LLMEngine, token: int, value: float) -> Iterator[None]:
+    """Within the block the embedding of `token` is `value`."""
     before = target._runner._params
-    embed = before.embed.at[BAD].set(value)
-    monkeypatch.setattr(target._runner, "_params", dataclasses.replace(before, embed=embed))
+    target._runner._params = dataclasses.replace(before, embed=before.embed.at[token].set(value))
+    try:
+        yield
+    finally:
+        target._runner._params = before
+        target._runner.reset()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_it_fails_and_harms_nobody_else(value: float) -> None:
+    target, params, clean = engine(), sampling(max_tokens=6), (3, 1, 4)
     expected = alone(target, clean, params)
     assert BAD not in expected.tokens
-    try:
+    with damaged(target, BAD, value):
         jobs = [Job(id="bad", prompt=(BAD,) * 9, params=params), Job(id="clean", prompt=clean, params=params)]
         results = serve(target, jobs)
-        assert np.isnan(results["bad"].logprobs).all()
+        assert results["bad"].error is not None
+        assert results["bad"].error.startswith("output token 1 was chosen from NaN logits")
+        assert (results["bad"].tokens, results["bad"].finish) == ([], None)
         assert results["clean"].bits == expected.bits
+        assert results["clean"].error is None
         assert alone(target, clean, params).bits == expected.bits
-    finally:
-        target._runner.reset()
+
+
+def test_what_came_before_is_delivered() -> None:
+    """The third output's embedding is damaged: it is still chosen from good numbers, the fourth is not."""
+    target, params = engine(), sampling(max_tokens=8)
+    for start in range(20):
+        prompt = (3 + start, 1, 4)
+        expected = alone(target, prompt, params)
+        third = expected.tokens[2]
+        if len(expected.tokens) == 8 and third not in prompt and expected.tokens.index(third) == 2:
+            break
+    else:
+        pytest.fail("no prompt of these is fit for the test")
+    with damaged(target, third, np.nan):
+        result = serve(target, [Job(id="late", prompt=prompt, params=params)])["late"]
+    assert result.tokens == expected.tokens[:3]
+    assert result.logprobs == expected.logprobs[:3]
+    assert result.error is not None
+    assert result.error.startswith("output token 4 was chosen from NaN logits")
+    assert result.usage is not None
+    assert result.usage.completion_tokens == 3
+
+
+def test_the_offline_api_raises() -> None:
+    with damaged(llm().engine, BAD, np.nan), pytest.raises(RltError, match="or the weights are damaged"):
+        llm().generate([[BAD, BAD]], SamplingParams(max_tokens=3))

@@ -39,6 +39,7 @@ def test_the_document_of_a_load(tmp_path: Path, capsys: pytest.CaptureFixture[st
     excess = row["anon_peak"] - row["anon_before"] - row["parameters_in_host_bytes"]
     assert row["ratio"] == pytest.approx(excess / row["checkpoint_bytes"])
     assert row["anon_peak"] >= row["anon_after"]
+    assert 0 <= row["anon_reserving"] <= row["anon_before"]
     assert row["written"]
     assert (row["device_bytes"], row["compiles_in_window"]) == (None, 0)
 

@@ -137,12 +137,13 @@ def test_a_model_with_prelude_and_coda_decodes_in_place_too(kind, loops):
     assert all(r.spill_bytes == 0 for r in kernel_resources(programs, 4).values())
 
 
+@pytest.mark.parametrize("model", ["ouro-1.4b", "nanbeige4.2-3b"], ids=["vectors", "grouped heads: tiles"])
 @pytest.mark.parametrize("slots", [1, 128], ids=["split keys", "one program per row and head"])
-def test_kernels_do_not_spill(slots):
+def test_kernels_do_not_spill(slots, model):
     """A spilled register turns a bandwidth-bound kernel into a latency-bound one."""
     from tests.deviceless.h200 import kernel_resources
 
-    programs, _ = _programs(KVLayoutKind.LAST_EXITED, 1)
+    programs, _ = _of(model_from_config({**SHAPES[model], "num_hidden_layers": 1}), KVLayoutKind.LAST_EXITED, SLOTS)
     resources = kernel_resources(programs, slots)
     assert {"paged_attention_decode", "paged_attention_prefill", "kv_write"} <= set(resources)
     assert all(r.spill_bytes == 0 for r in resources.values()), resources

@@ -1,8 +1,9 @@
 """Paged attention as Pallas kernels lowered through Triton, for NVIDIA GPUs.
 
 Two kernels, one contract (api.paged_attention):
-  decode   one query per row: a program per (row, KV head) walks the row's pages with vector arithmetic.  The work is
-           bound by the bytes of K and V, so tensor cores would not help a single query.
+  decode   one position per row: a program per (row, KV head) walks the row's pages.  The work is bound by the bytes of
+           K and V, so a single query takes vector arithmetic; several queries of one KV head would each pay for it
+           again, so they share a tile of the tensor cores.
   prefill  many queries of one row: a program per (row, query tile, head) multiplies tiles on the tensor cores.
 Both reduce keys page by page in ascending position, and stop at their own row's last key: a row's bits depend on no
 neighbour and on no table width.
@@ -28,7 +29,7 @@ from rlt_jax.ops.paged_attention.reference import MASKED
 LOG2E = math.log2(math.e)
 QUERY_TILE = 64
 DECODE_BLOCK = 64  # positions per step of the decode kernel, at most a page
-DECODE_WARPS = 8
+VECTOR_WARPS, TILE_WARPS = 8, 4  # of the decode kernel, for one query a KV head and for several
 SPLIT_POSITIONS = 128  # keys per program when there are too few (row, head) pairs to fill the chip
 FULL_PROGRAMS = 4 * 132  # four per multiprocessor of an H200 hide the latency of page loads
 MERGE_SPLITS = 8  # splits joined per step
@@ -102,50 +103,64 @@ def _decode_kernel(
     position_ref,  # [B]
     table_ref,  # [B, MP]
     exit_ref,  # [P, page], read if there is a history
-    q_ref,  # [1, 1, G, D] block
+    q_ref,  # [1, 1, tile, D] block: a KV head's queries; more than one is padded to a tile of the tensor cores
     k_ref,  # [P, N, K, page, D] whole
     v_ref,  # same
-    *out_refs,  # one split: [1, 1, G, D] block; several: whole [B, K, S, G, D] sums, [B, K, S, G] peaks and totals
+    *out_refs,  # one split: [1, 1, tile, D] block; several: whole [B, K, S, G, D] sums, [B, K, S, G] peaks and totals
     page: int,
     block: int,
     split: int | None,
+    group: int,
     history: str | None,
     scale: float,
 ):
     row, head = pl.program_id(0), pl.program_id(1)
     plane, last = plane_ref[row], position_ref[row]
-    group, dim = q_ref.shape[2:]
-    # one query at a time in two dimensions: a [G, block, D] product costs twice the registers and half the speed
-    queries = [q_ref[0, 0, g, :].astype(jnp.float32) * scale for g in range(group)]
+    tile, dim = q_ref.shape[2:]
     blocks_per_page = page // block
 
-    def step(i, carry):
+    def block_of(i):
+        """Keys [block, D], values [block, D] and which of them are seen [block], of block i of the row."""
         page_id = table_ref[row, lax.div(i, jnp.int32(blocks_per_page))]
         first = lax.rem(i, jnp.int32(blocks_per_page)) * block
         at, alive = _history(history, exit_ref, page_id, first, block, plane)
-        keys = load_positions(k_ref, page_id, at, head, first, block).astype(jnp.float32)  # [block, D]
-        values = load_positions(v_ref, page_id, at, head, first, block).astype(jnp.float32)
         seen = i * block + jnp.arange(block, dtype=jnp.int32) <= last
         if alive is not None:
             seen &= alive
+        keys = load_positions(k_ref, page_id, at, head, first, block)
         # what others left past the last key may be NaN, and 0 times that is NaN
-        values = jnp.where(seen[:, None], values, 0.0)
-        after = []
-        for query, (acc, peak, total) in zip(queries, carry, strict=True):  # [D], scalar, scalar
-            scores = jnp.where(seen, jnp.sum(query[None, :] * keys, axis=1), MASKED)
-            new_peak = jnp.maximum(peak, jnp.max(scores))
-            shrink = jnp.exp2(peak - new_peak)
-            weight = jnp.exp2(scores - new_peak)
-            acc = acc * shrink + jnp.sum(weight[:, None] * values, axis=0)
-            after.append((acc, new_peak, total * shrink + jnp.sum(weight)))
-        return tuple(after)
+        return keys, load_positions(v_ref, page_id, at, head, first, block, keep=seen), seen
 
-    start = tuple((jnp.zeros((dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0)) for _ in queries)
+    if group == 1:
+        query = q_ref[0, 0, 0, :].astype(jnp.float32) * scale  # [D]
+
+        def step(i, carry):
+            acc, peak, total = carry  # [D], scalar, scalar
+            keys, values, seen = block_of(i)
+            scores = jnp.where(seen, jnp.sum(query[None, :] * keys.astype(jnp.float32), axis=1), MASKED)
+            new_peak = jnp.maximum(peak, jnp.max(scores))
+            shrink, weight = jnp.exp2(peak - new_peak), jnp.exp2(scores - new_peak)
+            acc = acc * shrink + jnp.sum(weight[:, None] * values.astype(jnp.float32), axis=0)
+            return acc, new_peak, total * shrink + jnp.sum(weight)
+
+        start = jnp.zeros((dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0)
+    else:
+        queries = q_ref[0, 0, :, :]  # [tile, D]
+
+        def step(i, carry):
+            keys, values, seen = block_of(i)
+            return attend_block(carry, queries, keys, values, seen[None, :], scale)
+
+        start = nothing_attended(tile, dim)
+
     end = (last + block) // block
     if split is None:
         (out_ref,) = out_refs
-        for g, (acc, peak, total) in enumerate(lax.fori_loop(0, end, step, start)):
-            out_ref[0, 0, g, :] = _mean(acc, peak, total).astype(out_ref.dtype)
+        mean = _mean(*lax.fori_loop(0, end, step, start)).astype(out_ref.dtype)
+        if group == 1:
+            out_ref[0, 0, 0, :] = mean
+        else:
+            out_ref[0, 0, :, :] = mean
         return
     acc_ref, peak_ref, total_ref = out_refs
     part = pl.program_id(2)
@@ -153,15 +168,50 @@ def _decode_kernel(
 
     @pl.when(first < end)  # the merge never reads a split past the row's last key
     def _run():
-        sums = lax.fori_loop(first, jnp.minimum(first + split // block, end), step, start)
-        for g, (acc, peak, total) in enumerate(sums):
-            plt.store(acc_ref.at[row, head, part, jnp.int32(g), :], acc)
-            plt.store(peak_ref.at[row, head, part, jnp.int32(g)], peak)
-            plt.store(total_ref.at[row, head, part, jnp.int32(g)], total)
+        acc, peak, total = lax.fori_loop(first, jnp.minimum(first + split // block, end), step, start)
+        if group == 1:
+            only = jnp.int32(0)
+            plt.store(acc_ref.at[row, head, part, only, :], acc)
+            plt.store(peak_ref.at[row, head, part, only], peak)
+            plt.store(total_ref.at[row, head, part, only], total)
+            return
+        line, lane = jnp.arange(tile, dtype=jnp.int32), jnp.arange(dim, dtype=jnp.int32)
+        real = line < group
+        wide = jnp.broadcast_to(real[:, None], (tile, dim))
+        plt.store(acc_ref.at[row, head, part, line[:, None], lane[None, :]], acc, mask=wide)
+        plt.store(peak_ref.at[row, head, part, line], peak, mask=real)
+        plt.store(total_ref.at[row, head, part, line], total, mask=real)
+
+
+def nothing_attended(tile: int, dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `attend_block` starts with."""
+    return jnp.zeros((tile, dim), jnp.float32), jnp.full((tile,), MASKED), jnp.zeros((tile,), jnp.float32)
+
+
+def attend_block(carry, queries, keys, values, seen, scale: float):
+    """One step of the running softmax on the tensor cores.
+
+    Args:
+        carry: sums [tile, D], peaks [tile] and totals [tile] of the blocks before.
+        queries: [tile, D].
+        keys, values: [block, D].
+        seen: [tile, block] or [1, block].
+        scale: of the scores, with log2(e) in it.
+    """
+    acc, peak, total = carry
+    tf32 = queries.dtype != jnp.float32
+    scores = jnp.where(seen, plt.dot(queries, keys.T, allow_tf32=tf32) * scale, MASKED)  # [tile, block] f32
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+    shrink = jnp.exp2(peak - new_peak)
+    weight = jnp.exp2(scores - new_peak[:, None])
+    acc = acc * shrink[:, None] + plt.dot(weight.astype(values.dtype), values, allow_tf32=tf32)
+    return acc, new_peak, total * shrink + jnp.sum(weight, axis=-1)
 
 
 def _mean(acc, peak, total) -> jax.Array:
-    """acc [D] over its weights; 0 for a query that saw no key: masked keys weigh exp2(0) among themselves."""
+    """acc [..., D] over its weights; 0 for a query that saw no key: masked keys weigh exp2(0) among themselves."""
+    if acc.ndim > 1:
+        peak, total = peak[:, None], total[:, None]
     return jnp.where(peak > MASKED, acc / jnp.maximum(total, 1e-30), 0.0)
 
 
@@ -170,13 +220,14 @@ def _merge_kernel(
     acc_ref,  # [B, K, S, G, D] whole, S a multiple of MERGE_SPLITS
     peak_ref,  # [B, K, S, G] whole
     total_ref,  # [B, K, S, G] whole
-    out_ref,  # [1, 1, G, D] block
+    out_ref,  # [1, 1, tile, D] block, of which the first G are written
     *,
     split: int,
+    group: int,
 ):
     """Join the splits of one (row, KV head) in ascending order; splits past the row's last key are masked."""
     row, head = pl.program_id(0), pl.program_id(1)
-    group, dim = out_ref.shape[2:]
+    dim = out_ref.shape[-1]
     splits = (position_ref[row] + split) // split
     lane = jnp.arange(MERGE_SPLITS, dtype=jnp.int32)
 
@@ -203,11 +254,13 @@ def _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, in
     rows, _, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     group = heads // kv_heads
+    tile = 1 if group == 1 else max(16, pl.next_power_of_2(group))
     q = _pad_head(q)
     dim = q.shape[-1]
-    tile = pl.BlockSpec((1, 1, group, dim), lambda b, h, *_: (b, h, 0, 0))
+    q = jnp.pad(q.reshape(rows, kv_heads, group, dim), ((0, 0), (0, 0), (0, tile - group), (0, 0)))
+    block = pl.BlockSpec((1, 1, tile, dim), lambda b, h, *_: (b, h, 0, 0))
     whole = pl.no_block_spec
-    result = jax.ShapeDtypeStruct((rows, kv_heads, group, dim), q.dtype)
+    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     # few programs leave the chip idle while each walks its pages one by one: cut the keys into parts of fixed length.
     # The choice depends on shapes alone, so a server makes the same one for every request.
     split = max(page, SPLIT_POSITIONS) if rows * kv_heads < FULL_PROGRAMS and table.shape[1] > 1 else None
@@ -220,29 +273,30 @@ def _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, in
             page=page,
             block=min(page, DECODE_BLOCK),
             split=split,
+            group=group,
             history=history,
             scale=LOG2E / math.sqrt(head_dim),
         ),
         grid=(rows, kv_heads) if split is None else (rows, kv_heads, splits),
-        in_specs=[whole, whole, whole, whole, tile, whole, whole],
-        out_specs=tile if split is None else [whole, whole, whole],
+        in_specs=[whole, whole, whole, whole, block, whole, whole],
+        out_specs=block if split is None else [whole, whole, whole],
         out_shape=result if split is None else partial,
-        compiler_params=plt.CompilerParams(num_warps=DECODE_WARPS, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=VECTOR_WARPS if group == 1 else TILE_WARPS, num_stages=2),
         interpret=interpret,
         name="paged_attention_decode",
-    )(planes, positions[:, 0], table, exit_depth, q.reshape(rows, kv_heads, group, dim), k_pool, v_pool)
+    )(planes, positions[:, 0], table, exit_depth, q, k_pool, v_pool)
     if split is not None:
         out = pl.pallas_call(
-            functools.partial(_merge_kernel, split=split),
+            functools.partial(_merge_kernel, split=split, group=group),
             grid=(rows, kv_heads),
             in_specs=[whole, whole, whole, whole],
-            out_specs=tile,
+            out_specs=block,
             out_shape=result,
             compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="paged_attention_merge",
         )(positions[:, 0], *out)
-    return out.reshape(q.shape)[..., :head_dim]
+    return out[:, :, :group, :head_dim].reshape(rows, 1, heads, head_dim)
 
 
 def _prefill_kernel(
@@ -265,34 +319,23 @@ def _prefill_kernel(
     position = position_ref[0, :]  # [tile]
     query = q_ref[0, :, 0, :]  # [tile, D]
     tile, dim = query.shape
-    precise = query.dtype == jnp.float32
     newest = jnp.max(position)
 
     def step(i, carry):
-        acc, peak, total = carry
         page_id = table_ref[row, i]
         at, alive = _history(history, exit_ref, page_id, jnp.int32(0), page, plane)
         keys = load_positions(k_ref, page_id, at, head, jnp.int32(0), page)  # [page, D]
-        scores = plt.dot(query, keys.T, allow_tf32=not precise) * scale  # [tile, page] f32
         key_position = i * page + jnp.arange(page, dtype=jnp.int32)
         # what others left past the last key may be NaN, and 0 times that is NaN
         values = load_positions(v_ref, page_id, at, head, jnp.int32(0), page, keep=key_position <= newest)
         seen = key_position[None, :] <= position[:, None]
         if alive is not None:
             seen &= alive[None, :]
-        scores = jnp.where(seen, scores, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-        shrink = jnp.exp2(peak - new_peak)
-        weight = jnp.exp2(scores - new_peak[:, None])
-        acc = acc * shrink[:, None] + plt.dot(weight.astype(values.dtype), values, allow_tf32=not precise)
-        return acc, new_peak, total * shrink + jnp.sum(weight, axis=-1)
+        return attend_block(carry, query, keys, values, seen, scale)
 
-    start = jnp.zeros((tile, dim), jnp.float32), jnp.full((tile,), MASKED), jnp.zeros((tile,), jnp.float32)
     pages = (newest + page) // page
-    acc, peak, total = lax.fori_loop(0, pages, step, start)
-    seeing = peak > MASKED  # a query that met only masked keys, as padding does, has the weights exp2(0)
-    out = jnp.where(seeing[:, None], acc / jnp.maximum(total, 1e-30)[:, None], 0.0)
-    out_ref[0, :, 0, :] = out.astype(out_ref.dtype)
+    # padding queries meet only masked keys
+    out_ref[0, :, 0, :] = _mean(*lax.fori_loop(0, pages, step, nothing_attended(tile, dim))).astype(out_ref.dtype)
 
 
 def _prefill(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret: bool) -> jax.Array:
