@@ -37,6 +37,8 @@ bench() { # NAME ARGUMENT...
 bench throughput-1.4b throughput --model ouro-1.4b --clients 128,32,1 --prompt 512 --outputs 64,128 --tick
 bench first-token-1.4b first-token --model ouro-1.4b --prompt 1024
 bench throughput-2.6b throughput --model ouro-2.6b --clients 96,32,1 --prompt 512 --outputs 64,128 --tick
+# prompts run position by position there, as decode does: the context is short to keep it short
+bench tick-shared tick --model ouro-1.4b --kv-layout shared --slots 32 --context 128
 bench tick-nanbeige tick --model nanbeige4.2-3b --slots 1,32 --context 512
 bench tick-huginn-8 tick --model huginn-0125 --depth-cap 8 --slots 1,32 --context 512
 # at 32 loops a layer's pool of 32 x 512 positions is more than kernels address
