@@ -74,7 +74,8 @@ class LLM:
 
         Raises:
             InvalidRequest: a bad prompt or parameter; nothing was queued then.
-            RltError: the device failed while a prompt was running.
+            RltError: a prompt failed, which the message names by its index: the device did while it ran, or its
+                numbers overflowed.  The others are aborted.
         """
         requests = self._prepare(prompts, params)
         parts: list[list[RequestOutput]] = [[] for _ in requests]
@@ -91,6 +92,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Like `generate`, but yields (prompt index, news) as rounds end.
+
+        A prompt that fails raises RltError as in `generate`, after its last good tokens.
 
         Closing the iterator, or dropping it, aborts what is left: at once, or before the engine's next step if the
         engine is in the middle of one.
@@ -177,7 +180,9 @@ class LLM:
                     if output.finished:
                         left.discard(output.request_id)
                     if output.error is not None:
-                        raise RltError(output.error)
+                        if output.token_ids:  # good ones from before the fault
+                            yield index[output.request_id], output
+                        raise RltError(f"prompt {index[output.request_id]}: {output.error}")
                     yield index[output.request_id], output
         finally:
             # Not always at a time of our choosing: a dropped stream is closed by the garbage collector, which may run

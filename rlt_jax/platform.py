@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -11,8 +12,10 @@ import numpy as np
 
 from rlt_jax.errors import InvalidConfig
 
+_CLAIM_BYTES = 4 << 20  # put on a GPU to make XLA reserve its share; far above the allocator's grain
 
-def reserve_memory(fraction: float) -> None:
+
+def set_memory_share(fraction: float) -> None:
     """Let XLA take this share of the device's memory.  Must run before the first use of a device.
 
     An operator's own XLA_PYTHON_CLIENT_MEM_FRACTION wins.
@@ -20,22 +23,43 @@ def reserve_memory(fraction: float) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{fraction:.3f}")
 
 
-def first_device() -> jax.Device:
-    """The device that an engine uses, its memory reserved: a full one is found before a checkpoint is read.
+def claim_device() -> jax.Device:
+    """The device that an engine uses; a GPU with its share of memory reserved, before a checkpoint is read.
 
-    On a GPU the reservation also takes memory of the host, 1/32 of what it reserves: XLA's allocator keeps 8 bytes for
-    every 256 bytes of its pool.
+    The reservation takes memory of the host as well, 1/32 of what it reserves: XLA's allocator keeps 8 bytes for every
+    256 bytes of its pool.
 
     Raises:
-        InvalidConfig: JAX cannot start on the platform it was told to use, or the device has no memory left.
+        InvalidConfig: JAX cannot start on the platform it was told to use, or another process holds the GPU's memory.
     """
     device = _started_device()
-    try:
-        jax.device_put(np.zeros((), np.int32), device).block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-        raise InvalidConfig(f"{device} has no memory to give (asked for its share {fraction}): {error}") from None
+    if device.platform == "gpu":
+        try:
+            jax.device_put(np.zeros(_CLAIM_BYTES, np.uint8), device).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            raise InvalidConfig(f"{device} cannot be used: {error}") from None
+        preallocated = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() not in ("false", "0")
+        check_reservation(str(device), device.memory_stats() or {}, preallocated=preallocated)
     return device
+
+
+def check_reservation(name: str, stats: Mapping[str, int], *, preallocated: bool) -> None:
+    """XLA takes what it can get if its share is not free, and says nothing; what is planned with the share then fails.
+
+    Args:
+        name: of the device.
+        stats: its `memory_stats()`.
+        preallocated: whether XLA reserves its share at once.
+
+    Raises:
+        InvalidConfig: the pool is smaller than the share.
+    """
+    share, pool = stats.get("bytes_limit"), stats.get("pool_bytes")
+    if preallocated and share and pool is not None and pool < 0.99 * share:
+        raise InvalidConfig(
+            f"memory_fraction: {name} gave {pool / 1e9:.1f} GB of the {share / 1e9:.1f} GB asked for; another process "
+            "holds the rest: end it, or ask for a smaller memory_fraction"
+        )
 
 
 def _started_device() -> jax.Device:

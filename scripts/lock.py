@@ -28,8 +28,8 @@ HOLDS = {
     "jax-triton": "0.3.1",
 }
 RESOLUTIONS = (
-    ("train", "bench", "test", "triton", "cuda13"),
-    ("train", "bench", "test", "triton", "cuda12"),
+    ("train", "test", "triton", "cuda13"),
+    ("train", "test", "triton", "cuda12"),
 )  # deviceless is a part of cuda13
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -243,6 +244,12 @@ def test_constraints_cover_and_satisfy_every_requirement():
     for requirement in map(Requirement, requirements):
         version = versions[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} excludes the pinned {version}"
+
+
+def test_make_constraints_resolves_the_extras_there_are():
+    """`deviceless` is a part of what cuda13 installs; every other extra is in some resolution."""
+    resolutions = runpy.run_path(str(ROOT / "scripts" / "lock.py"), run_name="lock")["RESOLUTIONS"]
+    assert set().union(*resolutions) == set(SETTINGS["project"]["optional-dependencies"]) - {"deviceless"}
 
 
 def test_generator_is_not_newer_than_the_runtime():

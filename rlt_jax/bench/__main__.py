@@ -180,9 +180,9 @@ class _Task:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    from rlt_jax.platform import enable_compilation_cache, reserve_memory
+    from rlt_jax.platform import enable_compilation_cache, set_memory_share
 
-    reserve_memory(EngineConfig().memory_fraction)
+    set_memory_share(EngineConfig().memory_fraction)
     enable_compilation_cache()
     from rlt_jax.bench import workload
     from rlt_jax.bench.environment import copy_tb_s, environment

@@ -223,12 +223,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     from rlt_jax import cli
     from rlt_jax.config import EngineConfig
-    from rlt_jax.platform import first_device, reserve_memory
+    from rlt_jax.platform import claim_device, set_memory_share
 
     cli.log_to_stderr(logging.INFO)  # beside the bar on a terminal, and instead of it elsewhere
-    reserve_memory(EngineConfig().memory_fraction)
+    set_memory_share(EngineConfig().memory_fraction)
     unreserved = memory("self")["anon"]
-    device = first_device()
+    device = claim_device()
     reserving = memory("self")["anon"] - unreserved
     from rlt_jax.bench.environment import copy_tb_s, environment
     from rlt_jax.bench.timeline import WATCH

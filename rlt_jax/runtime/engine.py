@@ -28,7 +28,7 @@ from rlt_jax.exits import POLICY_NAMES, POLICY_NEEDS_SCORE
 from rlt_jax.kvcache.layout import KVLayout
 from rlt_jax.kvcache.pages import PageAllocator
 from rlt_jax.models.checkpoint import LoadedCheckpoint, load_checkpoint
-from rlt_jax.platform import enable_compilation_cache, first_device, reserve_memory
+from rlt_jax.platform import claim_device, enable_compilation_cache, set_memory_share
 from rlt_jax.request import FinishReason, Request, RequestOutput, SamplingParams
 from rlt_jax.runtime.outputs import Outputs
 from rlt_jax.runtime.plan import Delivery
@@ -63,10 +63,10 @@ class LLMEngine:
         progress: bool = False,
     ) -> None:
         config = config or EngineConfig()
-        reserve_memory(config.memory_fraction)
+        set_memory_share(config.memory_fraction)
         if config.compilation_cache:
             enable_compilation_cache()
-        device = first_device()
+        device = claim_device()
         if isinstance(model, LoadedCheckpoint):
             if revision is not None:
                 raise InvalidConfig(f"revision={revision!r} applies to a repository id, found a loaded checkpoint")
@@ -293,8 +293,10 @@ class LLMEngine:
     def _deliver(self, delivery: Delivery) -> RequestOutput:
         output = self._outputs.deliver(delivery)
         self._counters["generated_tokens"] += len(output.token_ids)
-        if output.finished and delivery.finish is None:  # by a stop string: slot and pages are still held
-            self._scheduler.end(delivery.request)
+        if output.error is not None:
+            log.error("request %s failed: %s", output.request_id, output.error)
+        if output.finished and delivery.finish is None:  # by the host, which found a stop string or a NaN: its slot and
+            self._scheduler.end(delivery.request)  # pages are still held
         return output
 
     # -- information --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class _Given:
     decode_loops: int = 0
 
 
-NOT_A_NUMBER = "output token {} was chosen from NaN logits: numbers overflowed, or the weights are damaged"
+NOT_A_NUMBER = "the log-probability of output token {} is not a number: values overflowed, or the weights are damaged"
 
 
 class Outputs:

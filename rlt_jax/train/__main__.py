@@ -64,6 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, help="steps of warm-up (default: the trainer's)")
     parser.add_argument("--tasks", default=",".join(GENERATORS), help="comma-separated tasks (default: all)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the computation")
+    parser.add_argument(
+        "--curriculum",
+        type=Path,
+        metavar="TRAINING_JSON",
+        help="training.json of a run whose curriculum to repeat (default: the model moves on as it learns)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="data threads")
     return parser
@@ -81,6 +87,25 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--tasks: unknown {', '.join(unknown)}; known: {', '.join(GENERATORS)}")
     if args.seed < 0:
         parser.error(f"--seed must be >= 0, found {args.seed}")
+    try:
+        Curriculum(DataSpec(), _recorded_changes(args.curriculum))
+    except (OSError, ValueError) as error:
+        parser.error(f"--curriculum {args.curriculum}: {error}")
+
+
+def _recorded_changes(file: Path | None) -> list[tuple[int, int]] | None:
+    """The curriculum's changes of an earlier run; None without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds none.
+    """
+    if file is None:
+        return None
+    try:
+        return [(int(first), int(hops)) for first, hops in json.loads(file.read_bytes())["curriculum"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no list of (first chunk, most hops) under 'curriculum' ({error!r})") from None
 
 
 class Run:
@@ -118,6 +143,7 @@ class Run:
             "jax": jax.__version__,
             "stage2_seconds": 0.0,
             "gate": "stage I",
+            "settings": dataclasses.asdict(self.settings),
         }
         self.log(f"jax {jax.__version__} on {self.record['device']}, {self.dtype}")
 
@@ -156,8 +182,8 @@ class Run:
 
         model, loops = self.model(self.args.loops), self.args.loops
         start = time.perf_counter()
-        curriculum = Curriculum(self.data)
-        master = train_stage1(model, self.settings, self.data, curriculum, threads=self.args.threads, log=self.log)
+        curriculum = Curriculum(self.data, _recorded_changes(self.args.curriculum))
+        master = train_stage1(model, self.settings, curriculum, threads=self.args.threads, log=self.log)
         self.record["curriculum"] = curriculum.changes
         self.record["parameters"] = count_parameters(master)
         self.record["stage1_seconds"] = time.perf_counter() - start
@@ -207,7 +233,7 @@ class Run:
         start = time.perf_counter()
         data = dataclasses.replace(self.data, loops=1)
         curriculum = Curriculum(data, self.record["curriculum"])
-        base = train_stage1(self.model(1), self.settings, data, curriculum, threads=self.args.threads, log=self.log)
+        base = train_stage1(self.model(1), self.settings, curriculum, threads=self.args.threads, log=self.log)
         self.record["baseline_seconds"] = time.perf_counter() - start
         self.export("baseline", base, 1, 1.0)
 
@@ -243,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """The command that repeats this run."""
+    """The command of this run; with --curriculum and its training.json it sees the same data again."""
     words = ["python -m rlt_jax.train", f"--steps {args.steps}", f"--seed {args.seed}"]
     defaults = vars(_parser().parse_args(["--out", "x"]))
     told = (
@@ -257,6 +283,7 @@ def _command(args: argparse.Namespace) -> str:
         "warmup",
         "tasks",
         "dtype",
+        "curriculum",
     )
     for name in (*told, "samples", "validation_samples"):
         if getattr(args, name) != defaults[name]:

@@ -1,7 +1,8 @@
 """Training batches: samples of all tasks and of English, packed into rows, made ahead of time on threads.
 
 A chunk is the data of several optimizer steps (one dispatch).  It depends on the seed, its index and how hard the
-curriculum says its samples are, so a run can be repeated exactly, whatever the number of threads.  No jax here.
+curriculum says its samples are, whatever the number of threads: with a curriculum's changes given, a run sees the same
+data again.  No jax here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
@@ -29,13 +30,14 @@ _OPEN_ROWS = 24
 # Mean tokens of a sample, to know how many are needed; measured, and exact enough for that.
 MEAN_TOKENS = {"copy": 27, "reverse": 27, "sort": 24, "close": 30, "calc": 55, "chain": 52}
 AHEAD = 8  # chunks made ahead of the device
-# Curriculum: share of the deep tasks' samples drawn at the lowest levels, falling over the first steps.  An operation
-# must be learned before two of them can be.
+# Share of the samples of calc and chain drawn at the lowest levels: it falls over the first steps, to one that stays.
+# An operation must be learned before two of them can be.
 EASY_FIRST, EASY_LAST, EASY_STEPS = 0.9, 0.15, 1500
-# Hops are learned one after the other, each suddenly, and too seldom seen the next one may never be: so chains ask for
-# up to one hop more than is known, and mostly for that.  After this share of the run they are as they are judged.
-FRONTIER_SHARE, CURRICULUM_END = 0.6, 0.6
+# Curriculum of chain.  Hops are learned one after the other, each suddenly, and too seldom seen the next one may never
+# be: so chains ask for up to one hop more than is known, and mostly for that.
+FRONTIER_SHARE = 0.6  # of the samples of chain ask for the most hops
 LEARNED = 0.95  # share of right answers at which a number of hops counts as known
+CURRICULUM_END = 0.6  # of the run: from here on all hops are asked for, while the learning rate falls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,31 +88,41 @@ class Chunk:
 
 
 class Curriculum:
-    """How hard the samples of each chunk are: a function of its index and of when each number of hops was learned.
+    """How hard the samples of each chunk are: by its index, and by when the model knew each number of hops.
 
-    The model being trained raises it; a run that must see the same data, as the one-loop model's must, is given its
-    `changes`.
+    The model being trained moves it on.  A run that must see the same data, as the one-loop model's must, is given the
+    changes of another: then it is fixed.
 
     Attributes:
-        changes: (first chunk, most hops), ascending; MAX_HOPS + 1 is the mix the model is judged by.
+        spec: the run that it is for.
+        fixed: whether its changes were given.
     """
 
-    def __init__(self, spec: DataSpec, changes: Sequence[tuple[int, int]] | None = None) -> None:
-        self.spec = spec
-        self.changes = [(0, 1)] if changes is None else [(first, hops) for first, hops in changes]
-        self._fixed = changes is not None
-        self._end = int(CURRICULUM_END * spec.chunks)
+    def __init__(self, spec: DataSpec, changes: Iterable[tuple[int, int]] | None = None) -> None:
+        """Begin with one hop, or replay `changes`: (first chunk, most hops), the first at chunk 0.
 
-    def most_hops(self, index: int) -> int:
-        """Of the chunk with this index; MAX_HOPS + 1: everything."""
-        if index >= self._end:
-            return MAX_HOPS + 1
-        return max(hops for first, hops in self.changes if first <= index)
+        Raises:
+            ValueError: changes that are not ascending from chunk 0, or with hops outside [1, MAX_HOPS + 1].
+        """
+        self.spec, self.fixed = spec, changes is not None
+        self._changes = [(0, 1)] if changes is None else [(first, hops) for first, hops in changes]
+        firsts = [first for first, _ in self._changes]
+        if firsts[:1] != [0] or firsts != sorted(firsts) or not all(1 <= h <= MAX_HOPS + 1 for _, h in self._changes):
+            raise ValueError(
+                f"curriculum: changes must be (first chunk, hops in [1, {MAX_HOPS + 1}]), ascending from chunk 0, "
+                f"found {self._changes}"
+            )
 
     @property
-    def fixed(self) -> bool:
-        """Whether the changes were given: such a curriculum is never raised."""
-        return self._fixed
+    def changes(self) -> tuple[tuple[int, int], ...]:
+        """(first chunk, most hops) in the order they came; MAX_HOPS + 1 hops: no frontier any more."""
+        return tuple(self._changes)
+
+    def most_hops(self, index: int) -> int:
+        """What chains of the chunk with this index ask for at most; MAX_HOPS + 1: all, without a frontier."""
+        if index >= int(CURRICULUM_END * self.spec.chunks):
+            return MAX_HOPS + 1
+        return max(hops for first, hops in self._changes if first <= index)
 
     def follow(self, index: int, right: Sequence[float]) -> bool:
         """After chunk `index` was trained on: go on from the first chunk not yet begun if its most hops are right.
@@ -123,12 +135,13 @@ class Curriculum:
             Whether it goes on.
         """
         hops = self.most_hops(index)
-        if self._fixed or hops > MAX_HOPS or hops < self.changes[-1][1] or right[hops - 1] < LEARNED:
+        if self.fixed or hops > MAX_HOPS or hops < self._changes[-1][1] or right[hops - 1] < LEARNED:
             return False
-        self.changes.append((index + AHEAD, hops + 1))
+        self._changes.append((index + AHEAD, hops + 1))
         return True
 
     def difficulty(self, index: int) -> Difficulty:
+        """Of the samples of the chunk with this index."""
         easy = max(EASY_LAST, EASY_FIRST - (EASY_FIRST - EASY_LAST) * index * self.spec.chunk_steps / EASY_STEPS)
         hops = self.most_hops(index)
         if hops > MAX_HOPS:

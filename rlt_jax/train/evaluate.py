@@ -435,7 +435,9 @@ def _recipe(result: dict[str, Any], training: dict[str, Any] | None) -> list[str
         "",
         "Tasks are generated on the fly (`rlt_jax/train/tasks.py`), with difficulty drawn per sample and per item; "
         "prompts are split into training, validation and test by a hash of their tokens, so held-out prompts never "
-        f"occur in training. {SMALL_SHARE:.0%} of the training samples have few items. English: *The Devil's "
+        f"occur in training. {SMALL_SHARE:.0%} of the training samples have few items. A curriculum asks `chain` for "
+        "up to one hop more than the model knows, until it knows all; the learning rate is held until 60 % of the run, "
+        "then falls to zero. English: *The Devil's "
         "Dictionary* (public domain, `rlt_jax/train/data/NOTICE.md`). Stage I minimises the expected cross-entropy "
         "over exit depths minus an entropy term; stage II freezes the language model and trains the exit gate alone. "
         "In stage I a third of the samples have random exit depths, so that the model learns with the KV cache that "
@@ -485,8 +487,9 @@ def measured(result: dict[str, Any]) -> list[str]:
         lines += [
             "",
             f"The last row is a separately trained one-loop model of equal parameters ({base['parameters']:,}), data "
-            f"and steps. {depth} loops are {_points(base['gain'], base['gain_interval'])} points above it. Its weights "
-            "do not ship: the command above trains it again (`DIR/baseline`), and `python -m rlt_jax.train.evaluate "
+            f"(its curriculum moved on when the model above learned) and steps. {depth} loops are "
+            f"{_points(base['gain'], base['gain_interval'])} points above it. Its weights do not ship: the command "
+            "above trains it again (`DIR/baseline`), and `python -m rlt_jax.train.evaluate "
             "--baseline DIR/baseline` measures it.",
         ]
     for task, unit in DEEP_TASKS.items():

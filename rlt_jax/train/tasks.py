@@ -84,7 +84,7 @@ class Difficulty:
     Attributes:
         easy: share of the samples of calc and chain at level 1 or 2.
         most_hops: highest level of chain.
-        frontier: share of the samples of chain at just that level.
+        frontier: share of the samples of chain at just that level, or at the highest that a small mapping has.
         frontier_queries: share of their queries that ask for just so many hops; the others ask for that or fewer.
     """
 

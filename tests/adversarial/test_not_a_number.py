@@ -15,7 +15,7 @@ import pytest
 
 from rlt_jax import RltError, SamplingParams
 from rlt_jax.runtime.engine import LLMEngine
-from tests.engines import Job, alone, engine, llm, sampling, serve
+from tests.engines import Job, alone, engine, llm, sampling, serve, settled
 
 BAD = 7  # the token whose embedding is no number
 
@@ -41,7 +41,7 @@ def test_it_fails_and_harms_nobody_else(value: float) -> None:
         jobs = [Job(id="bad", prompt=(BAD,) * 9, params=params), Job(id="clean", prompt=clean, params=params)]
         results = serve(target, jobs)
         assert results["bad"].error is not None
-        assert results["bad"].error.startswith("output token 1 was chosen from NaN logits")
+        assert results["bad"].error.startswith("the log-probability of output token 1 is not a number")
         assert (results["bad"].tokens, results["bad"].finish) == ([], None)
         assert results["clean"].bits == expected.bits
         assert results["clean"].error is None
@@ -64,11 +64,33 @@ def test_what_came_before_is_delivered() -> None:
     assert result.tokens == expected.tokens[:3]
     assert result.logprobs == expected.logprobs[:3]
     assert result.error is not None
-    assert result.error.startswith("output token 4 was chosen from NaN logits")
+    assert result.error.startswith("the log-probability of output token 4 is not a number")
     assert result.usage is not None
     assert result.usage.completion_tokens == 3
 
 
-def test_the_offline_api_raises() -> None:
-    with damaged(llm().engine, BAD, np.nan), pytest.raises(RltError, match="or the weights are damaged"):
-        llm().generate([[BAD, BAD]], SamplingParams(max_tokens=3))
+def test_the_offline_api_names_the_prompt_and_goes_on() -> None:
+    """The good prompt is aborted with the bad one, and answered by the next call."""
+    params, good = SamplingParams(max_tokens=6), [3, 1, 4]
+    expected = llm().generate(good, params)[0].token_ids
+    with damaged(llm().engine, BAD, np.nan):
+        with pytest.raises(
+            RltError, match="prompt 1: .* output token 1 is not a number: values overflowed, or the wei"
+        ):
+            llm().generate([good, [BAD, BAD]], params)
+        assert llm().generate(good, params)[0].token_ids == expected
+        settled(llm().engine)
+
+
+def test_a_stream_has_the_good_tokens_before_it_fails() -> None:
+    params, prompt = SamplingParams(max_tokens=8), [3, 1, 4]
+    tokens = llm().generate(prompt, params)[0].token_ids
+    second = tokens[1]
+    assert tokens.index(second) == 1
+    assert second not in prompt
+    got: list[int] = []
+    with damaged(llm().engine, second, np.nan):
+        stream = llm().stream(prompt, params)
+        with pytest.raises(RltError, match="prompt 0: .* output token 3"):
+            got.extend(token for _, news in stream for token in news.token_ids)
+    assert got == list(tokens[:2])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from rlt_jax.errors import InvalidConfig
+from rlt_jax.platform import check_reservation
 from tests.conftest import fixture_dir
 from tests.server.scripted_model import expected_text, write_scripted_model
 
@@ -112,6 +114,21 @@ def test_a_cache_folder_that_cannot_be(tmp_path: Path) -> None:
 def test_a_platform_that_is_not_there() -> None:
     line = refused(*TINY, "--prompt-ids", "1", JAX_PLATFORMS="nosuch")
     assert "JAX_PLATFORMS='nosuch'" in line
+
+
+@pytest.mark.parametrize(
+    ("pool", "preallocated", "refused"),
+    [(131, True, False), (60, True, True), (60, False, False), (None, True, False)],
+    ids=["all of it", "another process holds the rest", "nothing is reserved", "not told"],
+)
+def test_a_gpu_that_gives_less_than_its_share(pool: int | None, preallocated: bool, refused: bool) -> None:
+    """What XLA says of its pool, in GB.  tests/gpu has a process that meets another one's memory."""
+    stats = {"bytes_limit": 131 * 10**9} | ({} if pool is None else {"pool_bytes": pool * 10**9})
+    if not refused:
+        check_reservation("cuda:0", stats, preallocated=preallocated)
+        return
+    with pytest.raises(InvalidConfig, match="memory_fraction: cuda:0 gave 60.0 GB of the 131.0 GB asked for"):
+        check_reservation("cuda:0", stats, preallocated=preallocated)
 
 
 @pytest.mark.parametrize(

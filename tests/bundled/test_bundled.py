@@ -98,17 +98,24 @@ def test_the_card_states_the_recorded_evaluation():
     assert all(evaluation["claims"].values())
 
 
-def test_the_weights_are_those_of_the_recorded_run(llm):
-    """The record's figures on a few of its samples: files of another run would fit the card, and answer otherwise."""
+def test_the_weights_are_those_of_the_recorded_run():
+    """The samples of `calc` at one loop, where the model is right on some: another run's weights are on others."""
     (folder,) = RESULTS.glob("bundled-*/")
     evaluation = json.loads((folder / "evaluation.json").read_text())
     samples = held_out_set(evaluation["samples"], TEST_CLASS)
-    of_calc = np.flatnonzero(samples.task == samples.tasks.index("calc"))[:64]
-    one = SamplingParams(max_tokens=32, prefill_loops=1, min_loops=1, max_loops=1, exit_policy="fixed")
+    of_calc = np.flatnonzero(samples.task == samples.tasks.index("calc"))
     prompts = [samples.tokens[i, : samples.length[i]].tolist() for i in of_calc]
-    right = [
-        list(result.token_ids) == [t for t in samples.answer[i] if t != HOLE]
-        for i, result in zip(of_calc, llm.generate(prompts, one), strict=True)
-    ]
-    expected = evaluation["fixed"][0]["tasks"]["calc"]["accuracy"]
-    assert abs(np.mean(right) - expected) < 3 * np.sqrt(expected * (1 - expected) / len(right))
+    one = SamplingParams(max_tokens=24, prefill_loops=1, min_loops=1, max_loops=1, exit_policy="fixed")
+    with LLM(config=EngineConfig(slots=64, max_context=128, prefill_chunk=128)) as llm:
+        results = llm.generate(prompts, one)
+    right = np.array(
+        [
+            list(result.token_ids) == [t for t in samples.answer[i] if t != HOLE]
+            for i, result in zip(of_calc, results, strict=True)
+        ]
+    )
+    recorded = evaluation["fixed"][0]["tasks"]["calc"]
+    assert abs(right.sum() - recorded["accuracy"] * len(right)) <= 3, "a near tie in bfloat16 may fall either way"
+    for level, accuracy in recorded["by_level"].items():
+        mine = right[samples.level[of_calc] == int(level)]
+        assert abs(mine.sum() - accuracy * len(mine)) <= 2

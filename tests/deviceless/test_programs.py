@@ -22,7 +22,12 @@ KERNELS_PER_LAYER = 15  # decode: 4 matmuls, attention, kv_write, and what norms
 
 
 def _programs(kind: KVLayoutKind, layers: int) -> tuple[Programs, object]:
-    return _of(model_from_config({**SHAPES["ouro-1.4b"], "num_hidden_layers": layers}), kind, SLOTS)
+    return _of(_cut("ouro-1.4b", layers), kind, SLOTS)
+
+
+def _cut(name: str, layers: int) -> LoopedModel:
+    """A model of SHAPES with fewer layers."""
+    return model_from_config({**SHAPES[name], "num_hidden_layers": layers})
 
 
 def _of(model: LoopedModel, kind: KVLayoutKind, slots: int) -> tuple[Programs, object]:
@@ -143,7 +148,7 @@ def test_kernels_do_not_spill(slots, model):
     """A spilled register turns a bandwidth-bound kernel into a latency-bound one."""
     from tests.deviceless.h200 import kernel_resources
 
-    programs, _ = _of(model_from_config({**SHAPES[model], "num_hidden_layers": 1}), KVLayoutKind.LAST_EXITED, SLOTS)
+    programs, _ = _of(_cut(model, 1), KVLayoutKind.LAST_EXITED, SLOTS)
     resources = kernel_resources(programs, slots)
     assert {"paged_attention_decode", "paged_attention_prefill", "kv_write"} <= set(resources)
     assert all(r.spill_bytes == 0 for r in resources.values()), resources

@@ -12,6 +12,7 @@ import pytest
 
 from rlt_jax.ops.kv_write.reference import kv_write_reference
 from rlt_jax.ops.kv_write.triton import kv_write_triton
+from rlt_jax.ops.paged_attention import triton
 from rlt_jax.ops.paged_attention.reference import paged_attention_reference
 from rlt_jax.ops.paged_attention.triton import paged_attention_triton
 
@@ -45,6 +46,27 @@ def test_attention_agrees_with_the_reference(dim: int, group: int, queries: int)
     assert not np.asarray(found[2]).any(), "a row without keys gives 0"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 6])
+@pytest.mark.parametrize("split", [True, False], ids=["split keys", "whole rows"])
+def test_one_position_per_row_whether_its_keys_are_split_or_not(
+    split: bool, group: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one page: rows of one, two and three parts, one without any."""
+    monkeypatch.setattr(triton, "SPLIT_POSITIONS", PAGE)
+    monkeypatch.setattr(triton, "FULL_PROGRAMS", 10**6 if split else 0)
+    k, v = (pool.astype(dtype) for pool in pools(2, 24))
+    table = jnp.asarray([[3, 1, 0], [5, 6, 2], [4, 0, 0], [1, 2, 3]], jnp.int32)
+    positions, planes = jnp.asarray([[20], [40], [-1], [PAGE - 1]], jnp.int32), jnp.asarray([0, 2, 1, 1], jnp.int32)
+    q = jnp.asarray(np.random.default_rng(group).normal(size=(4, 1, 2 * group, 24)), dtype)
+    expected = paged_attention_reference(*(x.astype(jnp.float32) for x in (q, k, v)), table, positions, planes)
+    found = paged_attention_triton(q, k, v, table, positions, planes, interpret=True)
+    assert found.dtype == q.dtype
+    close = {"float32": 2e-6, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=close)
+    assert not np.asarray(found[2], np.float32).any()
+
+
 @pytest.mark.parametrize("dim", [16, 24])
 @pytest.mark.parametrize("history", ["resolve", "drop"])
 @pytest.mark.parametrize("queries", [1, 5])
@@ -66,12 +88,13 @@ def test_history_by_exit_depth_agrees_with_the_reference(dim: int, history: str,
     assert np.asarray(found[2]).any() == (history == "resolve")
 
 
+@pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_what_others_left_behind_does_not_count_even_if_it_is_not_a_number(queries: int) -> None:
+def test_what_others_left_behind_does_not_count_even_if_it_is_not_a_number(queries: int, group: int) -> None:
     """Past a row's last key, in its last page and in pages that its table only pads with."""
     k, v = pools(2, 16)
     table, positions = jnp.asarray([[3, 1, 0]], jnp.int32), jnp.asarray([20 - np.arange(queries)[::-1]], jnp.int32)
-    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, queries, 4, 16)), jnp.float32)
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, queries, 2 * group, 16)), jnp.float32)
     planes = jnp.asarray([1], jnp.int32)
     clean = paged_attention_triton(q, k, v, table, positions, planes, interpret=True)
     own = np.zeros((PAGES, PAGE), bool)

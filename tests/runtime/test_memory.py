@@ -150,11 +150,11 @@ from jax._src import xla_bridge
 from rlt_jax import EngineConfig, LLMEngine
 from rlt_jax.runtime import engine
 
-first_device = engine.first_device
+claim_device = engine.claim_device
 def spy():
     print(xla_bridge.backends_are_initialized(), os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
-    return first_device()
-engine.first_device = spy
+    return claim_device()
+engine.claim_device = spy
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 LLMEngine({str(FIXTURE)!r}, EngineConfig(memory_fraction=0.5, slots=1, max_context=64)).close()
 """

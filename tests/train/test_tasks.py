@@ -12,6 +12,7 @@ import pytest
 from rlt_jax.train import tasks
 from rlt_jax.train.data import (
     AHEAD,
+    EASY_LAST,
     ENGLISH_EPOCHS,
     ENGLISH_MOST,
     Curriculum,
@@ -153,12 +154,13 @@ def test_the_curriculum_goes_on_when_its_hops_are_right_and_ends_in_time() -> No
     assert curriculum.difficulty(60).most_hops == tasks.MAX_HOPS
     assert not curriculum.follow(8, [0.9] + 6 * [1.0]), "one hop is not right yet"
     assert curriculum.follow(16, [0.96] + 6 * [0.0])
-    assert curriculum.changes == [(0, 1), (16 + AHEAD, 2)]
+    assert curriculum.changes == ((0, 1), (16 + AHEAD, 2))
     assert not curriculum.follow(17, 7 * [1.0]), "its data has not arrived"
     assert [curriculum.most_hops(i) for i in (23, 24)] == [1, 2]
     for index in range(24, 60, AHEAD):
         curriculum.follow(index, 7 * [1.0])
     assert [hops for _, hops in curriculum.changes] == [1, 2, 3, 4, 5, 6, 7]
+    assert curriculum.difficulty(99) == tasks.Difficulty(easy=EASY_LAST), "of 1,584 steps"
     again = Curriculum(spec, curriculum.changes)
     assert [again.difficulty(i) for i in range(100)] == [curriculum.difficulty(i) for i in range(100)]
     assert not again.follow(56, 7 * [1.0]), "the one-loop model sees the same data, whatever it knows"

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from rlt_jax.models.checkpoint import load_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.models.registry import model_from_config
 from rlt_jax.train import __main__ as command
-from rlt_jax.train.data import Curriculum, DataSpec
+from rlt_jax.train import trainer
+from rlt_jax.train.data import AHEAD, Curriculum, DataSpec
 from rlt_jax.train.decode import decode, prefill
 from rlt_jax.train.evaluate import Evaluator, Outcome, held_out_set, paired_loss, wilson
 from rlt_jax.train.model import SIZES, cast, forward_states, init_params, model_config
@@ -51,7 +54,7 @@ def trained() -> tuple[Ouro, OuroParams, list[str]]:
     """A few steps of stage I: enough for the loss to fall, not to solve anything."""
     log: list[str] = []
     model = tiny()
-    params = train_stage1(model, SETTINGS, DATA, Curriculum(DATA), threads=1, log=log.append)
+    params = train_stage1(model, SETTINGS, Curriculum(DATA), threads=1, log=log.append)
     return model, params, log
 
 
@@ -69,9 +72,45 @@ def test_stage1_lowers_the_loss_of_every_loop(trained: tuple[Ouro, OuroParams, l
 
 def test_stage1_is_reproducible(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
     model, params, _ = trained
-    again = train_stage1(model, SETTINGS, DATA, Curriculum(DATA), threads=2, log=lambda _: None)
+    again = train_stage1(model, SETTINGS, Curriculum(DATA), threads=2, log=lambda _: None)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_curriculum_follows_the_model_and_the_one_loop_model_sees_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is said to know everything moves on whenever it is asked; its changes are recorded and replayed."""
+    drawn: list[list[np.ndarray]] = []
+    stream = trainer.stream
+
+    def recording(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        drawn.append([])
+        for chunk in stream(*args, **kwargs):
+            drawn[-1].append(chunk.tokens)
+            yield chunk
+
+    monkeypatch.setattr(trainer, "stream", recording)
+    monkeypatch.setattr(trainer, "PROBE_EVERY", 1)
+    monkeypatch.setattr(HopProbe, "__call__", lambda self, params: [1.0] * MAX_HOPS)
+    counts = {"steps": 30, "chunk-steps": 1, "warmup": 4, "rows": 2, "seq-len": 112, "gate-steps": 1, "threads": 1}
+    arguments = [*(f"--{name}={value}" for name, value in counts.items()), "--size=tiny", "--tasks=copy,chain"]
+    arguments += ["--validation-samples=12"]
+    assert command.main([*arguments, "--baseline", f"--out={tmp_path / 'first'}"]) == 0
+    record = json.loads((tmp_path / "first" / "training.json").read_text())
+    assert record["curriculum"] == [[0, 1], [1 + AHEAD, 2], [1 + 2 * AHEAD, 3], [1 + 3 * AHEAD, 4]], (
+        "it ends at chunk 18"
+    )
+    log = (tmp_path / "first" / "train.log").read_text()
+    assert "step 2: 1 hops learned, hops right 1.00/1.00" in log
+    looped, _, one_loop = drawn
+    assert len(looped) == len(one_loop) == 30
+    assert all(np.array_equal(a, b) for a, b in zip(looped, one_loop, strict=True))
+    again = ["--curriculum", str(tmp_path / "first" / "training.json"), f"--out={tmp_path / 'second'}"]
+    monkeypatch.setattr(HopProbe, "__call__", lambda self, params: [0.0] * MAX_HOPS)
+    assert command.main([*arguments, *again]) == 0
+    assert all(np.array_equal(a, b) for a, b in zip(looped, drawn[3], strict=True))
+    assert record["settings"]["hold"] == 0.6
 
 
 def test_stage2_moves_the_gate_alone(trained: tuple[Ouro, OuroParams, list[str]]) -> None:
@@ -243,6 +282,7 @@ def test_the_bundled_size_fits_its_limits() -> None:
         (["--seq-len", "10"], "--seq-len must be in [112, 1024]"),
         (["--tasks", "copy,dance"], "--tasks: unknown dance"),
         (["--seed", "-1"], "--seed must be >= 0"),
+        (["--curriculum", "/nowhere/training.json"], "--curriculum /nowhere/training.json: "),
     ],
 )
 def test_bad_settings_are_refused_by_name(
@@ -252,6 +292,27 @@ def test_bad_settings_are_refused_by_name(
         command.main(["--out", str(tmp_path), *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "no list of (first chunk, most hops) under 'curriculum'"),
+        ('{"curriculum": 3}', "no list of (first chunk, most hops) under 'curriculum'"),
+        ('{"curriculum": []}', "ascending from chunk 0, found []"),
+        ('{"curriculum": [[0, 1], [40, 9]]}', "hops in [1, 8]"),
+        ("no json", "Expecting value"),
+    ],
+)
+def test_a_bad_curriculum_is_refused(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "training.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path / "out"), "--curriculum", str(file)])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_optax_the_help_works_and_a_run_names_the_extra(tmp_path: Path) -> None:

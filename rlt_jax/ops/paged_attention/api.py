@@ -7,6 +7,8 @@ from jaxtyping import Array, Float, Int
 from rlt_jax.ops.paged_attention.reference import paged_attention_reference
 from rlt_jax.ops.selection import Choice, Requirement, choose, power_of_two
 
+MAX_GROUP = 32  # query heads per KV head of the Triton kernels: twice the smallest tile, what was run on a GPU
+
 
 def paged_attention(
     q: Float[Array, "B T H D"],
@@ -55,7 +57,7 @@ def triton_refusal(need: Requirement) -> str | None:
         (need.platform == "gpu", f"platform {need.platform} is not gpu"),
         (16 <= need.head_dim <= 256, f"head_dim {need.head_dim} is not in [16, 256]"),
         (power_of_two(need.page_size) and need.page_size >= 16, f"page_size {need.page_size} not 2^n >= 16"),
-        (group <= 8, f"{group} query heads per KV head are more than 8"),
+        (group <= MAX_GROUP, f"{group} query heads per KV head are more than {MAX_GROUP}"),
     ]
     return next((reason for ok, reason in checks if not ok), None)
 

@@ -2,8 +2,8 @@
 
 Two kernels, one contract (api.paged_attention):
   decode   one position per row: a program per (row, KV head) walks the row's pages.  The work is bound by the bytes of
-           K and V, so a single query takes vector arithmetic; several queries of one KV head would each pay for it
-           again, so they share a tile of the tensor cores.
+           K and V, so a single query takes vector arithmetic; several queries of one KV head share the tile that two
+           products make of them, where each would repeat that arithmetic.
   prefill  many queries of one row: a program per (row, query tile, head) multiplies tiles on the tensor cores.
 Both reduce keys page by page in ascending position, and stop at their own row's last key: a row's bits depend on no
 neighbour and on no table width.
@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ LOG2E = math.log2(math.e)
 QUERY_TILE = 64
 DECODE_BLOCK = 64  # positions per step of the decode kernel, at most a page
 VECTOR_WARPS, TILE_WARPS = 8, 4  # of the decode kernel, for one query a KV head and for several
+SMALLEST_TILE = 16  # rows of a product on the tensor cores
 SPLIT_POSITIONS = 128  # keys per program when there are too few (row, head) pairs to fill the chip
 FULL_PROGRAMS = 4 * 132  # four per multiprocessor of an H200 hide the latency of page loads
 MERGE_SPLITS = 8  # splits joined per step
@@ -103,64 +106,53 @@ def _decode_kernel(
     position_ref,  # [B]
     table_ref,  # [B, MP]
     exit_ref,  # [P, page], read if there is a history
-    q_ref,  # [1, 1, tile, D] block: a KV head's queries; more than one is padded to a tile of the tensor cores
+    q_ref,  # [B, K, G, D] whole
     k_ref,  # [P, N, K, page, D] whole
     v_ref,  # same
-    *out_refs,  # one split: [1, 1, tile, D] block; several: whole [B, K, S, G, D] sums, [B, K, S, G] peaks and totals
+    *out_refs,  # one split: as q_ref; several: whole [B, K, S, G, D] sums, [B, K, S, G] peaks and totals
     page: int,
     block: int,
     split: int | None,
-    group: int,
     history: str | None,
     scale: float,
 ):
     row, head = pl.program_id(0), pl.program_id(1)
     plane, last = plane_ref[row], position_ref[row]
-    tile, dim = q_ref.shape[2:]
+    group, dim = q_ref.shape[2:]
     blocks_per_page = page // block
+    # where this head's queries stand in [..., G, D] and [..., G], and which lines of their tile there are
+    vectors: tuple[Any, ...]
+    scalars: tuple[Any, ...]
+    shape: tuple[int, ...]
+    if group == 1:
+        vectors, scalars, wide, real, shape = (jnp.int32(0), slice(None)), (jnp.int32(0),), None, None, ()
+        query = plt.load(q_ref.at[row, head, *vectors]).astype(jnp.float32) * scale  # [D]
+        attend: Callable[..., Any] = _attend_vector
+    else:
+        shape = (max(SMALLEST_TILE, pl.next_power_of_2(group)),)
+        line, lane = jnp.arange(shape[0], dtype=jnp.int32), jnp.arange(dim, dtype=jnp.int32)
+        vectors, scalars, real = (line[:, None], lane[None, :]), (line,), line < group
+        wide = jnp.broadcast_to(real[:, None], (*shape, dim))
+        query = plt.load(q_ref.at[row, head, *vectors], mask=wide, other=0.0)  # [tile, D]
+        attend = functools.partial(_attend_tile, scale=scale)
 
-    def block_of(i):
-        """Keys [block, D], values [block, D] and which of them are seen [block], of block i of the row."""
+    def step(i, carry):
         page_id = table_ref[row, lax.div(i, jnp.int32(blocks_per_page))]
         first = lax.rem(i, jnp.int32(blocks_per_page)) * block
         at, alive = _history(history, exit_ref, page_id, first, block, plane)
         seen = i * block + jnp.arange(block, dtype=jnp.int32) <= last
         if alive is not None:
             seen &= alive
-        keys = load_positions(k_ref, page_id, at, head, first, block)
+        keys = load_positions(k_ref, page_id, at, head, first, block)  # [block, D]
         # what others left past the last key may be NaN, and 0 times that is NaN
-        return keys, load_positions(v_ref, page_id, at, head, first, block, keep=seen), seen
+        values = load_positions(v_ref, page_id, at, head, first, block, keep=seen)
+        return attend(carry, query, keys, values, seen)
 
-    if group == 1:
-        query = q_ref[0, 0, 0, :].astype(jnp.float32) * scale  # [D]
-
-        def step(i, carry):
-            acc, peak, total = carry  # [D], scalar, scalar
-            keys, values, seen = block_of(i)
-            scores = jnp.where(seen, jnp.sum(query[None, :] * keys.astype(jnp.float32), axis=1), MASKED)
-            new_peak = jnp.maximum(peak, jnp.max(scores))
-            shrink, weight = jnp.exp2(peak - new_peak), jnp.exp2(scores - new_peak)
-            acc = acc * shrink + jnp.sum(weight[:, None] * values.astype(jnp.float32), axis=0)
-            return acc, new_peak, total * shrink + jnp.sum(weight)
-
-        start = jnp.zeros((dim,), jnp.float32), jnp.float32(MASKED), jnp.float32(0)
-    else:
-        queries = q_ref[0, 0, :, :]  # [tile, D]
-
-        def step(i, carry):
-            keys, values, seen = block_of(i)
-            return attend_block(carry, queries, keys, values, seen[None, :], scale)
-
-        start = nothing_attended(tile, dim)
-
-    end = (last + block) // block
+    start, end = _nothing(shape, dim), (last + block) // block
     if split is None:
         (out_ref,) = out_refs
-        mean = _mean(*lax.fori_loop(0, end, step, start)).astype(out_ref.dtype)
-        if group == 1:
-            out_ref[0, 0, 0, :] = mean
-        else:
-            out_ref[0, 0, :, :] = mean
+        mean = _mean(*lax.fori_loop(0, end, step, start))
+        plt.store(out_ref.at[row, head, *vectors], mean.astype(out_ref.dtype), mask=wide)
         return
     acc_ref, peak_ref, total_ref = out_refs
     part = pl.program_id(2)
@@ -169,38 +161,49 @@ def _decode_kernel(
     @pl.when(first < end)  # the merge never reads a split past the row's last key
     def _run():
         acc, peak, total = lax.fori_loop(first, jnp.minimum(first + split // block, end), step, start)
-        if group == 1:
-            only = jnp.int32(0)
-            plt.store(acc_ref.at[row, head, part, only, :], acc)
-            plt.store(peak_ref.at[row, head, part, only], peak)
-            plt.store(total_ref.at[row, head, part, only], total)
-            return
-        line, lane = jnp.arange(tile, dtype=jnp.int32), jnp.arange(dim, dtype=jnp.int32)
-        real = line < group
-        wide = jnp.broadcast_to(real[:, None], (tile, dim))
-        plt.store(acc_ref.at[row, head, part, line[:, None], lane[None, :]], acc, mask=wide)
-        plt.store(peak_ref.at[row, head, part, line], peak, mask=real)
-        plt.store(total_ref.at[row, head, part, line], total, mask=real)
+        plt.store(acc_ref.at[row, head, part, *vectors], acc, mask=wide)
+        plt.store(peak_ref.at[row, head, part, *scalars], peak, mask=real)
+        plt.store(total_ref.at[row, head, part, *scalars], total, mask=real)
 
 
-def nothing_attended(tile: int, dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `attend_block` starts with."""
-    return jnp.zeros((tile, dim), jnp.float32), jnp.full((tile,), MASKED), jnp.zeros((tile,), jnp.float32)
+def _nothing(shape: tuple[int, ...], dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums [*shape, dim], peaks and totals [*shape] before the first key."""
+    return jnp.zeros((*shape, dim), jnp.float32), jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
-def attend_block(carry, queries, keys, values, seen, scale: float):
-    """One step of the running softmax on the tensor cores.
+def _attend_vector(carry, query, keys, values, seen):
+    """One step of the running softmax of one query, all in float32.
+
+    Args:
+        carry: sums [D], peak and total of the blocks before.
+        query: [D] float32, times the scale of the scores and log2(e).
+        keys, values: [block, D].
+        seen: [block] bool.
+    """
+    acc, peak, total = carry
+    scores = jnp.where(seen, jnp.sum(query[None, :] * keys.astype(jnp.float32), axis=1), MASKED)
+    new_peak = jnp.maximum(peak, jnp.max(scores))
+    shrink, weight = jnp.exp2(peak - new_peak), jnp.exp2(scores - new_peak)
+    acc = acc * shrink + jnp.sum(weight[:, None] * values.astype(jnp.float32), axis=0)
+    return acc, new_peak, total * shrink + jnp.sum(weight)
+
+
+def _attend_tile(carry, queries, keys, values, seen, *, scale: float):
+    """As `_attend_vector` for a tile of queries, as two products: on the tensor cores unless the dtype is float32.
+
+    Scores and sums are float32; the weights are rounded to the dtype of the values before they meet them.
 
     Args:
         carry: sums [tile, D], peaks [tile] and totals [tile] of the blocks before.
         queries: [tile, D].
         keys, values: [block, D].
-        seen: [tile, block] or [1, block].
+        seen: [block] bool, or [tile, block] where the queries differ in it.
         scale: of the scores, with log2(e) in it.
     """
     acc, peak, total = carry
     tf32 = queries.dtype != jnp.float32
-    scores = jnp.where(seen, plt.dot(queries, keys.T, allow_tf32=tf32) * scale, MASKED)  # [tile, block] f32
+    scores = plt.dot(queries, keys.T, allow_tf32=tf32) * scale  # [tile, block] f32
+    scores = jnp.where(seen if seen.ndim > 1 else seen[None, :], scores, MASKED)
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
     shrink = jnp.exp2(peak - new_peak)
     weight = jnp.exp2(scores - new_peak[:, None])
@@ -220,14 +223,13 @@ def _merge_kernel(
     acc_ref,  # [B, K, S, G, D] whole, S a multiple of MERGE_SPLITS
     peak_ref,  # [B, K, S, G] whole
     total_ref,  # [B, K, S, G] whole
-    out_ref,  # [1, 1, tile, D] block, of which the first G are written
+    out_ref,  # [1, 1, G, D] block
     *,
     split: int,
-    group: int,
 ):
     """Join the splits of one (row, KV head) in ascending order; splits past the row's last key are masked."""
     row, head = pl.program_id(0), pl.program_id(1)
-    dim = out_ref.shape[-1]
+    group, dim = out_ref.shape[2:]
     splits = (position_ref[row] + split) // split
     lane = jnp.arange(MERGE_SPLITS, dtype=jnp.int32)
 
@@ -254,11 +256,9 @@ def _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, in
     rows, _, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
     group = heads // kv_heads
-    tile = 1 if group == 1 else max(16, pl.next_power_of_2(group))
     q = _pad_head(q)
     dim = q.shape[-1]
-    q = jnp.pad(q.reshape(rows, kv_heads, group, dim), ((0, 0), (0, 0), (0, tile - group), (0, 0)))
-    block = pl.BlockSpec((1, 1, tile, dim), lambda b, h, *_: (b, h, 0, 0))
+    q = q.reshape(rows, kv_heads, group, dim)
     whole = pl.no_block_spec
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
     # few programs leave the chip idle while each walks its pages one by one: cut the keys into parts of fixed length.
@@ -273,13 +273,12 @@ def _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, in
             page=page,
             block=min(page, DECODE_BLOCK),
             split=split,
-            group=group,
             history=history,
             scale=LOG2E / math.sqrt(head_dim),
         ),
         grid=(rows, kv_heads) if split is None else (rows, kv_heads, splits),
-        in_specs=[whole, whole, whole, whole, block, whole, whole],
-        out_specs=block if split is None else [whole, whole, whole],
+        in_specs=[whole] * 7,
+        out_specs=whole if split is None else [whole] * 3,
         out_shape=result if split is None else partial,
         compiler_params=plt.CompilerParams(num_warps=VECTOR_WARPS if group == 1 else TILE_WARPS, num_stages=2),
         interpret=interpret,
@@ -287,16 +286,16 @@ def _decode(q, k_pool, v_pool, table, positions, planes, exit_depth, history, in
     )(planes, positions[:, 0], table, exit_depth, q, k_pool, v_pool)
     if split is not None:
         out = pl.pallas_call(
-            functools.partial(_merge_kernel, split=split, group=group),
+            functools.partial(_merge_kernel, split=split),
             grid=(rows, kv_heads),
-            in_specs=[whole, whole, whole, whole],
-            out_specs=block,
+            in_specs=[whole] * 4,
+            out_specs=pl.BlockSpec((1, 1, group, dim), lambda b, h: (b, h, 0, 0)),
             out_shape=result,
             compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="paged_attention_merge",
         )(positions[:, 0], *out)
-    return out[:, :, :group, :head_dim].reshape(rows, 1, heads, head_dim)
+    return out[..., :head_dim].reshape(rows, 1, heads, head_dim)
 
 
 def _prefill_kernel(
@@ -331,17 +330,17 @@ def _prefill_kernel(
         seen = key_position[None, :] <= position[:, None]
         if alive is not None:
             seen &= alive[None, :]
-        return attend_block(carry, query, keys, values, seen, scale)
+        return _attend_tile(carry, query, keys, values, seen, scale=scale)
 
     pages = (newest + page) // page
     # padding queries meet only masked keys
-    out_ref[0, :, 0, :] = _mean(*lax.fori_loop(0, pages, step, nothing_attended(tile, dim))).astype(out_ref.dtype)
+    out_ref[0, :, 0, :] = _mean(*lax.fori_loop(0, pages, step, _nothing((tile,), dim))).astype(out_ref.dtype)
 
 
 def _prefill(q, k_pool, v_pool, table, positions, planes, exit_depth, history, interpret: bool) -> jax.Array:
     rows, queries, heads, head_dim = q.shape
     _, _, kv_heads, page, _ = k_pool.shape
-    tile = min(QUERY_TILE, max(16, pl.next_power_of_2(queries)))
+    tile = min(QUERY_TILE, max(SMALLEST_TILE, pl.next_power_of_2(queries)))
     pad = -queries % tile
     q = jnp.pad(_pad_head(q), ((0, 0), (0, pad), (0, 0), (0, 0)))
     dim = q.shape[-1]
