@@ -5,6 +5,8 @@ PROTECTS: masks, page walks, splits and head sizes of the kernels, in every suit
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,25 @@ def test_what_others_left_behind_does_not_count_even_if_it_is_not_a_number(queri
     own[3], own[1, :5] = True, True
     k, v = (jnp.where(jnp.asarray(own)[:, None, None, :, None], pool, jnp.nan) for pool in (k, v))
     np.testing.assert_array_equal(paged_attention_triton(q, k, v, table, positions, planes, interpret=True), clean)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_what_others_left_in_planes_that_a_token_never_wrote_does_not_count(queries: int, implementation: str) -> None:
+    """Under drop a token that left at loop e wrote planes below e; the deeper ones hold what was there before."""
+    attend = {
+        "reference": paged_attention_reference,
+        "triton": functools.partial(paged_attention_triton, interpret=True),
+    }[implementation]
+    rng = np.random.default_rng(3)
+    k, v = pools(2, 16)
+    exits = jnp.asarray(rng.integers(1, PLANES + 1, (PAGES, PAGE)), jnp.int32)
+    table, positions = jnp.asarray([[3, 1, 0]], jnp.int32), jnp.asarray([20 - np.arange(queries)[::-1]], jnp.int32)
+    q = jnp.asarray(rng.normal(size=(1, queries, 4, 16)), jnp.float32)
+    more = (table, positions, jnp.asarray([1], jnp.int32), exits, "drop")
+    written = (exits[:, None, :] > jnp.arange(PLANES)[None, :, None])[:, :, None, :, None]
+    left = [jnp.where(written, pool, jnp.nan) for pool in (k, v)]
+    np.testing.assert_array_equal(attend(q, *left, *more), attend(q, k, v, *more))
 
 
 def test_kv_write_of_one_plane() -> None:

@@ -60,8 +60,7 @@ def paged_attention_reference(
         weight = jnp.where(seen[:, :, None, None, :], jnp.exp(scores - new_peak[..., None]), 0.0)
         shrink = jnp.exp(peak - new_peak)
         # a masked key weighs 0, but what others left there may be NaN or infinite, and 0 times that is NaN
-        own = key_position[None, :] <= positions.max(-1, keepdims=True)  # [B, block]
-        values = jnp.where(own[:, None, :, None], fetch(v_pool), 0.0)
+        values = jnp.where(seen.any(1)[:, None, :, None], fetch(v_pool), 0.0)
         value = jnp.einsum("btkgs,bksd->btkgd", weight, values, precision=lax.Precision.HIGHEST)
         return acc * shrink[..., None] + value, new_peak, total * shrink + weight.sum(-1)
 

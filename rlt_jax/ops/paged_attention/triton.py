@@ -144,7 +144,7 @@ def _decode_kernel(
         if alive is not None:
             seen &= alive
         keys = load_positions(k_ref, page_id, at, head, first, block)  # [block, D]
-        # what others left past the last key may be NaN, and 0 times that is NaN
+        # what others left where the query does not look may be NaN, and 0 times that is NaN
         values = load_positions(v_ref, page_id, at, head, first, block, keep=seen)
         return attend(carry, query, keys, values, seen)
 
@@ -325,11 +325,11 @@ def _prefill_kernel(
         at, alive = _history(history, exit_ref, page_id, jnp.int32(0), page, plane)
         keys = load_positions(k_ref, page_id, at, head, jnp.int32(0), page)  # [page, D]
         key_position = i * page + jnp.arange(page, dtype=jnp.int32)
-        # what others left past the last key may be NaN, and 0 times that is NaN
-        values = load_positions(v_ref, page_id, at, head, jnp.int32(0), page, keep=key_position <= newest)
-        seen = key_position[None, :] <= position[:, None]
+        seen, kept = key_position[None, :] <= position[:, None], key_position <= newest
         if alive is not None:
-            seen &= alive[None, :]
+            seen, kept = seen & alive[None, :], kept & alive
+        # what others left where no query looks may be NaN, and 0 times that is NaN
+        values = load_positions(v_ref, page_id, at, head, jnp.int32(0), page, keep=kept)
         return _attend_tile(carry, query, keys, values, seen, scale=scale)
 
     pages = (newest + page) // page
