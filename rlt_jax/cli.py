@@ -8,10 +8,12 @@ import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rlt_jax import __version__
 from rlt_jax.config import DTYPES, KERNEL_CHOICES, PLATFORM_DEFAULTS, EngineConfig, KVLayoutKind
+from rlt_jax.errors import InvalidConfig
 
 EXIT_FAILURE = 1  # the engine or the server failed
 EXIT_USAGE = 2  # the command, the model directory or the request is wrong
@@ -58,6 +60,22 @@ def fail(program: str, message: object, code: int = EXIT_USAGE) -> NoReturn:
     """Say what is wrong on one line of stderr and exit."""
     print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """Refuse a bad file name before minutes are spent on what it should hold; makes the file's folder and the file.
+
+    Raises:
+        InvalidConfig: it cannot be written; names the option.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise InvalidConfig(f"{option}: {path} cannot be written: {error.strerror}") from error
 
 
 def integer(text: str) -> int:

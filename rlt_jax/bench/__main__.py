@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(words)
     try:
-        _check_out(args.out)
+        cli.check_output_file("--out", args.out)
         document = (_load if args.command == "load" else _measure)(args)
         return _report(args, words, document)
     except (RltError, NotImplementedError) as error:  # a setting, a checkpoint: the message says what to change
@@ -136,18 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _check_out(path: Path | None) -> None:
-    """Refuse a bad --out before minutes are spent on what it should hold."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise InvalidConfig(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 class _Rows(list[dict[str, Any]]):

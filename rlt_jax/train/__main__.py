@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import sys
 import time
@@ -19,7 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
+from rlt_jax import cli
+from rlt_jax.config import MAX_LOOPS
+from rlt_jax.errors import InvalidConfig, RltError
 from rlt_jax.models.checkpoint import save_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.models.registry import model_from_config
@@ -40,6 +45,7 @@ if TYPE_CHECKING:  # the trainer needs optax, an extra: it is imported when a ru
     from rlt_jax.train.trainer import Gate
 
 DEFAULT_STEPS = 10_000  # those of the model in the package
+MAX_SEED = 1 << 32
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "--curriculum",
         type=Path,
         metavar="TRAINING_JSON",
-        help="training.json of a run whose curriculum to repeat (default: the model moves on as it learns)",
+        help="training.json of a run of as many steps a chunk whose curriculum to repeat (default: by learning)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="data threads")
@@ -76,21 +82,35 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for name in ("steps", "loops", "samples", "validation_samples", "rows", "chunk_steps", "gate_steps", "warmup"):
+    at_least_one = ("steps", "loops", "samples", "validation_samples", "rows", "chunk_steps", "gate_steps", "warmup")
+    for name in (*at_least_one, "threads"):
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1, found {value}")
+    if args.loops > MAX_LOOPS:
+        parser.error(f"--loops must be <= {MAX_LOOPS}, found {args.loops}")
+    if args.learning_rate is not None and not 0 < args.learning_rate < math.inf:
+        parser.error(f"--learning-rate must be finite and > 0, found {args.learning_rate}")
     if not MIN_SEQ_LEN <= args.seq_len <= MAX_POSITIONS:
         parser.error(f"--seq-len must be in [{MIN_SEQ_LEN}, {MAX_POSITIONS}], found {args.seq_len}")
     unknown = sorted(set(args.tasks.split(",")) - set(GENERATORS))
     if unknown:
         parser.error(f"--tasks: unknown {', '.join(unknown)}; known: {', '.join(GENERATORS)}")
-    if args.seed < 0:
-        parser.error(f"--seed must be >= 0, found {args.seed}")
+    if not 0 <= args.seed < MAX_SEED:
+        parser.error(f"--seed must be in [0, {MAX_SEED}), found {args.seed}")
     try:
         Curriculum(DataSpec(), _recorded_changes(args.curriculum))
     except (OSError, ValueError) as error:
         parser.error(f"--curriculum {args.curriculum}: {error}")
+    try:  # all that will be written can be, before minutes are spent
+        for folder in (args.out, args.out / "model", *([args.out / "baseline"] if args.baseline else [])):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name in ("train.log", "training.json", "evaluation.json", "model/README.md"):
+            cli.check_output_file("--out", args.out / name)
+    except OSError as error:
+        parser.error(f"--out: {error.filename} cannot be made: {error.strerror}")
+    except InvalidConfig as error:
+        parser.error(str(error))
 
 
 def _recorded_changes(file: Path | None) -> list[tuple[int, int]] | None:
@@ -103,9 +123,16 @@ def _recorded_changes(file: Path | None) -> list[tuple[int, int]] | None:
     if file is None:
         return None
     try:
-        return [(int(first), int(hops)) for first, hops in json.loads(file.read_bytes())["curriculum"]]
+        changes = [(first, hops) for first, hops in json.loads(file.read_bytes())["curriculum"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of (first chunk, most hops) under 'curriculum' ({error!r})") from None
+    if not all(type(value) is int for change in changes for value in change):
+        raise ValueError(f"'curriculum' must hold integers, found {changes}")
+    return changes
+
+
+class Diverged(RltError):
+    """Training gave no usable model."""
 
 
 class Run:
@@ -187,6 +214,8 @@ class Run:
         self.record["curriculum"] = curriculum.changes
         self.record["parameters"] = count_parameters(master)
         self.record["stage1_seconds"] = time.perf_counter() - start
+        if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(master)):
+            raise Diverged("stage I ended with parameters that are not finite; a smaller --learning-rate may help")
         params = cast(master, "bfloat16")
         self.export("model", params, loops, 1.0)  # the weights are safe on disk before anything else is tried
         if loops == 1:
@@ -255,15 +284,18 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    _check(parser, args)
     if importlib.util.find_spec("optax") is None:
         parser.exit(2, f"{parser.prog}: error: optax is not installed: pip install 'rlt_jax[train]'\n")
+    _check(parser, args)
     run = Run(args)
-    run.train_model()
-    if args.baseline:
-        run.train_baseline()
-    if args.evaluate:
-        run.evaluate()
+    try:
+        run.train_model()
+        if args.baseline:
+            run.train_baseline()
+        if args.evaluate:
+            run.evaluate()
+    except Diverged as error:
+        cli.fail(parser.prog, error, code=1)
     run.log("done")
     return 0
 

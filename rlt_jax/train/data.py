@@ -106,8 +106,9 @@ class Curriculum:
         """
         self.spec, self.fixed = spec, changes is not None
         self._changes = [(0, 1)] if changes is None else [(first, hops) for first, hops in changes]
-        firsts = [first for first, _ in self._changes]
-        if firsts[:1] != [0] or firsts != sorted(firsts) or not all(1 <= h <= MAX_HOPS + 1 for _, h in self._changes):
+        firsts, hops = [first for first, _ in self._changes], [most for _, most in self._changes]
+        ascending = firsts == sorted(set(firsts)) and hops == sorted(hops)
+        if firsts[:1] != [0] or not ascending or not all(1 <= most <= MAX_HOPS + 1 for most in hops):
             raise ValueError(
                 f"curriculum: changes must be (first chunk, hops in [1, {MAX_HOPS + 1}]), ascending from chunk 0, "
                 f"found {self._changes}"

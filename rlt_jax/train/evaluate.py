@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlt_jax import cli
+from rlt_jax.errors import CheckpointError, InvalidConfig
 from rlt_jax.models.checkpoint import load_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.train.data import SMALL_SHARE, EnglishPieces
@@ -85,7 +87,12 @@ class Outcome:
 
     @property
     def mean_loops(self) -> float:
+        """0 where no answer has a second output."""
         return float(self.loops.sum() / max(self.outputs.sum(), 1))
+
+    def saved(self, depth: int) -> float:
+        """Share of the loops of full depth that was not run; answers of one output have none to save."""
+        return 1 - self.mean_loops / depth if self.outputs.any() else 0.0
 
 
 def held_out_set(
@@ -193,7 +200,7 @@ def choose_threshold(
     depth = evaluator.model.spec.trained_loops
     for threshold in reversed(CANDIDATES):
         outcome = evaluator.run(threshold=threshold, gate=gate)
-        loss, saving = full.accuracy - outcome.accuracy, 1 - outcome.mean_loops / depth
+        loss, saving = full.accuracy - outcome.accuracy, outcome.saved(depth)
         tried.append({"threshold": threshold, "loss": loss, "saving": saving})
         if loss > ALLOWED_LOSS:
             break
@@ -293,6 +300,14 @@ def _row(outcome: Outcome, data: HeldOut) -> dict[str, Any]:
     }
 
 
+def _load(folder: Path | None) -> tuple[Ouro, OuroParams]:
+    loaded = load_checkpoint(folder, dtype="bfloat16")
+    if not isinstance(loaded.model, Ouro):
+        kind = loaded.model.spec.model_type
+        raise CheckpointError(f"{loaded.path}: the evaluation is for models of type ouro, found {kind}")
+    return loaded.model, loaded.params
+
+
 def evaluate(
     model_dir: Path | None,
     baseline_dir: Path | None,
@@ -302,11 +317,14 @@ def evaluate(
     rows: int,
     log: Log = print,
 ) -> dict[str, Any]:
-    """All numbers of the model card; without `model_dir` of the model in the package."""
+    """All numbers of the model card; without `model_dir` of the model in the package.
+
+    Raises:
+        CheckpointError: a directory that cannot be loaded, or holds a model of another family.
+    """
     begin = time.perf_counter()
-    loaded = load_checkpoint(model_dir, dtype="bfloat16")
-    model, params = loaded.model, loaded.params
-    assert isinstance(model, Ouro)
+    model, params = _load(model_dir)
+    base = None if baseline_dir is None else _load(baseline_dir)
     depth = model.spec.trained_loops
     test = held_out_set(samples, TEST_CLASS)
     evaluator = Evaluator(model, params, test, rows=rows)
@@ -333,7 +351,7 @@ def evaluate(
     for threshold in sorted({*THRESHOLDS, round(model.spec.exit_threshold, 4)}):
         outcome = evaluator.run(threshold=threshold)
         loss, low, high = paired_loss(full, outcome)
-        saved = 1 - outcome.mean_loops / depth
+        saved = outcome.saved(depth)
         result["thresholds"].append(
             {"threshold": threshold, "saved": saved, "lost": loss, "lost_interval": (low, high), **_row(outcome, test)}
         )
@@ -358,13 +376,11 @@ def evaluate(
     log("few items: " + ", ".join(f"{row['loops']} loops {row['accuracy']:.2%}" for row in result["small"]["fixed"]))
     result["english"] = english_measures(evaluator.model, params, rows=rows)
     log(f"english: {json.dumps(result['english'])}")
-    if baseline_dir is not None:
-        base = load_checkpoint(baseline_dir, dtype="bfloat16")
-        assert isinstance(base.model, Ouro)
-        one = Evaluator(base.model, base.params, test, rows=rows).run()
+    if base is not None:
+        one = Evaluator(*base, test, rows=rows).run()
         result["baseline"] = {
-            "parameters": sum(int(a.size) for a in jax.tree.leaves(base.params)),
-            "loops": base.model.spec.trained_loops,
+            "parameters": sum(int(a.size) for a in jax.tree.leaves(base[1])),
+            "loops": base[0].spec.trained_loops,
             **_gain(full, one),
             **_row(one, test),
         }
@@ -378,8 +394,10 @@ def evaluate(
 def _claims(result: dict[str, Any]) -> dict[str, bool]:
     """The properties this model exists for, as measured."""
     fixed = [row["accuracy"] for row in result["fixed"]]
-    claims = {
-        "accuracy rises with every loop": all(a < b for a, b in zip(fixed, fixed[1:], strict=False)),
+    claims = {}
+    if len(fixed) > 1:
+        claims["accuracy rises with every loop"] = all(a < b for a, b in zip(fixed, fixed[1:], strict=False))
+    claims |= {
         "some threshold saves 30 % of loops for at most 1 point": any(
             row["saved"] >= WANTED_SAVING and row["lost"] <= 0.01 for row in result["thresholds"]
         ),
@@ -428,6 +446,20 @@ def model_card(result: dict[str, Any], training: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
+_RECORDED = ("command", "steps", "tokens_per_step", "device", "dtype", "stage1_seconds", "stage2_seconds", "gate")
+
+
+def model_card_record(training: Any) -> None:
+    """Check that this is a training.json.
+
+    Raises:
+        ValueError: it lacks what a card says.
+    """
+    missing = [name for name in _RECORDED if not isinstance(training, dict) or name not in training]
+    if missing:
+        raise ValueError(f"is no record of a training run: it lacks {', '.join(missing)}")
+
+
 def _recipe(result: dict[str, Any], training: dict[str, Any] | None) -> list[str]:
     lines = [
         "",
@@ -452,9 +484,13 @@ def _recipe(result: dict[str, Any], training: dict[str, Any] | None) -> list[str
         "",
         f"{training['steps']:,} steps of {training['tokens_per_step']:,} tokens on {training['device']}, computed in "
         f"{training['dtype']}; stage I {training['stage1_seconds']:.0f} s, stage II {training['stage2_seconds']:.0f} "
-        f"s, with compilation. Gate shipped: `{training['gate']}` (chosen on the validation set), threshold "
-        f"{result['shipped_threshold']:g}.",
+        "s, with compilation.",
     ]
+    if result["trained_loops"] > 1:
+        lines[-1] += (
+            f" Gate shipped: `{training['gate']}` (chosen on the validation set), threshold "
+            f"{result['shipped_threshold']:g}."
+        )
     if "baseline_seconds" in training:
         lines[-1] += f" The same command trains the one-loop model, in {training['baseline_seconds']:.0f} s."
     if training.get("gate_reason"):
@@ -467,6 +503,7 @@ def measured(result: dict[str, Any]) -> list[str]:
     tasks, base, depth = result["tasks"], result.get("baseline"), result["trained_loops"]
     by_loops = [(str(row["loops"]), row) for row in result["fixed"]]
     with_base = [*by_loops, ("1, trained with one loop", base)] if base else by_loops
+    gains = [f"{row['loops']}: {_points(row['gain'], row['gain_interval'])}" for row in result["fixed"][1:]]
     lines = [
         "",
         "## Measured",
@@ -478,11 +515,9 @@ def measured(result: dict[str, Any]) -> list[str]:
         "",
         "Prompt and decode at a fixed number of loops:",
         *_task_table(with_base, tasks),
-        "",
-        "Points gained by each loop: "
-        + "; ".join(f"{row['loops']}: {_points(row['gain'], row['gain_interval'])}" for row in result["fixed"][1:])
-        + ".",
     ]
+    if gains:
+        lines += ["", f"Points gained by each loop: {'; '.join(gains)}."]
     if base:
         lines += [
             "",
@@ -600,15 +635,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("samples", "validation_samples", "rows"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1, found {getattr(args, name)}")
-    result = evaluate(
-        args.model,
-        args.baseline,
-        samples=args.samples,
-        validation_samples=args.validation_samples,
-        rows=args.rows,
-        log=lambda message: print(message, flush=True),
-    )
-    training = json.loads(args.training.read_text(encoding="utf-8")) if args.training else None
+    # everything that can be refused is, before minutes are spent
+    training = None
+    try:
+        if args.training:
+            training = json.loads(args.training.read_text(encoding="utf-8"))
+            model_card_record(training)
+        for option in ("out", "card"):
+            cli.check_output_file(f"--{option}", getattr(args, option))
+    except (OSError, ValueError) as error:
+        parser.error(f"--training {args.training}: {error}")
+    except InvalidConfig as error:
+        parser.error(str(error))
+    try:
+        result = evaluate(
+            args.model,
+            args.baseline,
+            samples=args.samples,
+            validation_samples=args.validation_samples,
+            rows=min(args.rows, max(args.samples, args.validation_samples)),
+            log=lambda message: print(message, flush=True),
+        )
+    except CheckpointError as error:
+        parser.error(str(error))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if args.card:

@@ -29,5 +29,5 @@ def test_the_share_is_reserved_and_a_second_process_that_asks_for_as_much_is_ref
     done = subprocess.run([*command, "--max-tokens", "1"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     line = done.stderr.splitlines()[-1]
-    assert "memory_fraction: " in line
+    assert line.startswith("rlt-generate: error: --memory-fraction: ")
     assert "another process holds the rest" in line

@@ -124,6 +124,29 @@ def test_what_others_left_in_planes_that_a_token_never_wrote_does_not_count(quer
     np.testing.assert_array_equal(attend(q, *left, *more), attend(q, k, v, *more))
 
 
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("damaged", ["q", "k", "v"])
+def test_a_rows_own_numbers_that_are_none_stay_none(damaged: str, queries: int, group: int) -> None:
+    """An output of 0 in their place would be a wrong answer that nobody notices.  The other row keeps its bits."""
+    k, v = pools(2, 16)
+    table, planes = jnp.asarray([[3, 1, 0], [5, 6, 2]], jnp.int32), jnp.asarray([1, 1], jnp.int32)
+    positions = jnp.asarray(np.array([20, 40])[:, None] - np.arange(queries)[::-1], jnp.int32)
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(2, queries, 2 * group, 16)), jnp.float32)
+    clean = paged_attention_triton(q, k, v, table, positions, planes, interpret=True)
+    if damaged == "q":
+        q = q.at[0].set(jnp.nan)
+    elif damaged == "k":
+        k = k.at[jnp.asarray([3, 1])].set(jnp.nan)
+    else:
+        v = v.at[3, :, :, 0].set(jnp.nan)
+    expected = paged_attention_reference(q, k, v, table, positions, planes)
+    found = paged_attention_triton(q, k, v, table, positions, planes, interpret=True)
+    assert np.isnan(expected[0]).all()
+    assert np.isnan(found[0]).all()
+    np.testing.assert_array_equal(found[1], clean[1])
+
+
 def test_kv_write_of_one_plane() -> None:
     k_pool, v_pool = pools(2, 24)
     k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 2, 24)), jnp.float32) for i in range(2))

@@ -20,7 +20,7 @@ from rlt_jax.models.checkpoint import load_checkpoint
 from rlt_jax.models.ouro import Ouro, OuroParams
 from rlt_jax.models.registry import model_from_config
 from rlt_jax.train import __main__ as command
-from rlt_jax.train import trainer
+from rlt_jax.train import evaluate, trainer
 from rlt_jax.train.data import AHEAD, Curriculum, DataSpec
 from rlt_jax.train.decode import decode, prefill
 from rlt_jax.train.evaluate import Evaluator, Outcome, held_out_set, paired_loss, wilson
@@ -281,7 +281,12 @@ def test_the_bundled_size_fits_its_limits() -> None:
         (["--steps", "0"], "--steps must be >= 1, found 0"),
         (["--seq-len", "10"], "--seq-len must be in [112, 1024]"),
         (["--tasks", "copy,dance"], "--tasks: unknown dance"),
-        (["--seed", "-1"], "--seed must be >= 0"),
+        (["--seed", "-1"], "--seed must be in [0, 4294967296), found -1"),
+        (["--seed", str(2**63)], "--seed must be in [0, 4294967296)"),
+        (["--threads", "0"], "--threads must be >= 1, found 0"),
+        (["--loops", "128"], "--loops must be <= 127, found 128"),
+        (["--learning-rate", "nan"], "--learning-rate must be finite and > 0, found nan"),
+        (["--learning-rate", "-1"], "--learning-rate must be finite and > 0, found -1.0"),
         (["--curriculum", "/nowhere/training.json"], "--curriculum /nowhere/training.json: "),
     ],
 )
@@ -301,6 +306,9 @@ def test_bad_settings_are_refused_by_name(
         ('{"curriculum": 3}', "no list of (first chunk, most hops) under 'curriculum'"),
         ('{"curriculum": []}', "ascending from chunk 0, found []"),
         ('{"curriculum": [[0, 1], [40, 9]]}', "hops in [1, 8]"),
+        ('{"curriculum": [[0, 5], [8, 2]]}', "ascending from chunk 0"),
+        ('{"curriculum": [[0, 1], [8, Infinity]]}', "must hold integers"),
+        ('{"curriculum": [[0, 1.5]]}', "must hold integers"),
         ("no json", "Expecting value"),
     ],
 )
@@ -313,6 +321,69 @@ def test_a_bad_curriculum_is_refused(
         command.main(["--out", str(tmp_path / "out"), "--curriculum", str(file)])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("taken", ["out", "out/model"])
+def test_an_output_folder_that_cannot_be_is_refused_before_training(
+    taken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / taken
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--out", str(tmp_path / "out"), "--size=tiny"])
+    assert stopped.value.code == 2
+    assert f"--out: {file} cannot be made: " in capsys.readouterr().err
+    assert file.read_text() == "mine"
+
+
+def test_a_run_that_diverges_writes_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diverging(model: Ouro, config: TrainConfig, *args: Any, **kwargs: Any) -> OuroParams:
+        params = init_params(model, config.seed)
+        return dataclasses.replace(params, loop_norm=params.loop_norm.at[3].set(jnp.nan))
+
+    monkeypatch.setattr(trainer, "train_stage1", diverging)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--size=tiny", f"--out={tmp_path}"])
+    assert stopped.value.code == 1
+    assert "parameters that are not finite; a smaller --learning-rate may help" in capsys.readouterr().err
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_a_model_without_second_outputs_saves_nothing() -> None:
+    """It would look as if it saved every loop."""
+    ones, zeros = np.ones(3), np.zeros(3)
+    silent = Outcome(right=zeros.astype(bool), token_right=zeros, loops=zeros, outputs=zeros)
+    assert (silent.saved(4), silent.mean_loops) == (0.0, 0.0)
+    assert Outcome(right=zeros.astype(bool), token_right=zeros, loops=2 * ones, outputs=ones).saved(4) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model", "tests/fixtures/huginn_tiny"], "the evaluation is for models of type ouro, found huginn"),
+        (["--baseline", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--training", "/nowhere/training.json"], "--training /nowhere/training.json: "),
+        (["--training", "pyproject.toml"], "--training pyproject.toml: "),
+        (
+            ["--training", "tests/fixtures/huginn_tiny/config.json"],
+            "is no record of a training run: it lacks command",
+        ),
+        (["--out", "/proc/nowhere/x.json"], "--out: /proc/nowhere/x.json cannot be written: "),
+        (["--card", "tests"], "--card: tests cannot be written: "),
+        (["--rows", "0"], "--rows must be >= 1, found 0"),
+    ],
+)
+def test_an_evaluation_refuses_what_it_can_before_it_begins(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        evaluate.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_without_optax_the_help_works_and_a_run_names_the_extra(tmp_path: Path) -> None:

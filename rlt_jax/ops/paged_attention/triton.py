@@ -212,10 +212,13 @@ def _attend_tile(carry, queries, keys, values, seen, *, scale: float):
 
 
 def _mean(acc, peak, total) -> jax.Array:
-    """acc [..., D] over its weights; 0 for a query that saw no key: masked keys weigh exp2(0) among themselves."""
+    """acc [..., D] over its weights; 0 for a query that saw no key: masked keys weigh exp2(0) among themselves.
+
+    Numbers that are none stay none: they leave no peak on a GPU, whose max passes over NaN, but a total that is NaN.
+    """
     if acc.ndim > 1:
         peak, total = peak[:, None], total[:, None]
-    return jnp.where(peak > MASKED, acc / jnp.maximum(total, 1e-30), 0.0)
+    return jnp.where(peak > MASKED, acc / jnp.maximum(total, 1e-30), jnp.where(total != total, total, 0.0))
 
 
 def _merge_kernel(
