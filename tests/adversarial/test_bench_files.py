@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rlt_jax import cli
 from rlt_jax.bench import __main__ as bench
 
 
@@ -36,7 +37,7 @@ def test_a_document_that_cannot_be_written(
 ) -> None:
     """Refused before anything is measured; if the path goes bad meanwhile, the document is still printed."""
     if not known:
-        monkeypatch.setattr(bench, "_check_out", lambda path: None)
+        monkeypatch.setattr(cli, "check_output_file", lambda option, path: None)
     with pytest.raises(SystemExit) as caught:
         bench.main(["first-token", "--prompt", "4", "--out", str(tmp_path)])
     assert caught.value.code == 2
