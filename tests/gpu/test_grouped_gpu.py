@@ -1,7 +1,7 @@
 """Heads that share keys, on a real GPU.
 
-PROTECTS: the tiles of the attention kernels: padded groups and head sizes, split keys and their merge, and float32 on
-tensor cores without TF32.  The CPU compiles none of it.
+PROTECTS: the tiles of the attention kernels: padded groups and head sizes, split keys and their merge, and float32
+without TF32.  The CPU compiles none of it.
 """
 
 from __future__ import annotations
